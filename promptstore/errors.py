@@ -1,0 +1,142 @@
+"""The exception tree. Wrong arguments are ``TypeError`` and ``ValueError``.
+
+::
+
+    PromptStoreError
+    ├── StoreClosed            used after close(), or in a forked child
+    ├── StoreUnavailable       the directory cannot be used as a store
+    │   └── StoreTooNew        written by a newer version of promptstore
+    ├── SnapshotError          one snapshot file cannot be used
+    │   ├── SnapshotMissing    a row without a file
+    │   ├── SnapshotCorrupt    proven damage: checksum, size or header is wrong
+    │   ├── SnapshotUnreadable the system refused to read it; proves nothing
+    │   └── SnapshotUnsupported  unknown format number or cache class
+    ├── NotCovered             a cache cannot give the asked range of tokens
+    ├── TooLarge               one thing exceeds a budget; nothing was evicted
+    ├── ModelUnreadable        a model directory cannot be identified
+    ├── UnknownSnapshot        no snapshot has that id or label
+    └── WriteFailed            what the writer thread met; raised by flush()
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class PromptStoreError(Exception):
+    """The base of all errors that promptstore raises on its own account."""
+
+
+class StoreClosed(PromptStoreError):
+    """The store was closed, or belongs to the parent of this forked process."""
+
+
+class StoreUnavailable(PromptStoreError):
+    """The directory cannot be used as a store.
+
+    Attributes:
+        path: The directory that was asked for.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+
+
+class StoreTooNew(StoreUnavailable):
+    """The index was written by a newer promptstore; it was left as it is.
+
+    Attributes:
+        unknown: Names of the migrations that this version does not know.
+    """
+
+    def __init__(self, path: Path, unknown: tuple[str, ...]) -> None:
+        super().__init__(
+            path,
+            f"written by a newer promptstore (unknown: {', '.join(unknown)}); "
+            "upgrade mlx-promptstore or use another directory",
+        )
+        self.unknown = unknown
+
+
+class SnapshotError(PromptStoreError):
+    """One snapshot file cannot be used.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path.name}: {reason}")
+        self.path = path
+
+
+class SnapshotMissing(SnapshotError):
+    """The index has a row for a file that is gone."""
+
+
+class SnapshotCorrupt(SnapshotError):
+    """The bytes are proven not to be those that were written."""
+
+
+class SnapshotUnreadable(SnapshotError):
+    """The system refused to read the file (too many open files, I/O error)."""
+
+
+class SnapshotUnsupported(SnapshotError):
+    """The file has a format number or a cache class that this version lacks."""
+
+
+class NotCovered(PromptStoreError):
+    """A cache cannot give the asked range of tokens."""
+
+
+class TooLarge(PromptStoreError):
+    """One thing is larger than the whole budget; nothing was evicted for it.
+
+    Attributes:
+        nbytes: Its size.
+        budget_bytes: The budget.
+    """
+
+    def __init__(self, nbytes: int, budget_bytes: int) -> None:
+        super().__init__(f"{nbytes} bytes do not fit into {budget_bytes} bytes")
+        self.nbytes = nbytes
+        self.budget_bytes = budget_bytes
+
+
+class ModelUnreadable(PromptStoreError):
+    """A model directory cannot be identified by its content.
+
+    Attributes:
+        path: The file or directory that is missing or unreadable.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+
+
+class UnknownSnapshot(PromptStoreError):
+    """No snapshot has that id or label.
+
+    Attributes:
+        id_or_label: What was asked for.
+    """
+
+    def __init__(self, id_or_label: str) -> None:
+        super().__init__(f"no snapshot has the id or label {id_or_label!r}")
+        self.id_or_label = id_or_label
+
+
+class WriteFailed(PromptStoreError):
+    """Something that was inserted did not reach the disk.
+
+    Attributes:
+        n_failed: Inserts that failed since the last flush; the cause of the
+            first one is ``__cause__``.
+    """
+
+    def __init__(self, n_failed: int, first: BaseException) -> None:
+        super().__init__(f"{n_failed} insert(s) did not reach the disk: {first}")
+        self.n_failed = n_failed

@@ -1,0 +1,22 @@
+"""The index: which snapshot holds which tokens. The only package with SQL.
+
+Snapshots form a radix tree for each layout: a child continues its parent at
+``start``, inside the parent's range or at its end. Digests of block boundaries find
+the place in that tree in O(log blocks); the token ids on the way are then compared.
+"""
+
+from promptstore.index.database import prepare
+from promptstore.index.index import Duplicate, Index, ParentGone
+from promptstore.index.rows import Layout, NewRow, Row
+from promptstore.index.search import Found
+
+__all__ = [
+    "Duplicate",
+    "Found",
+    "Index",
+    "Layout",
+    "NewRow",
+    "ParentGone",
+    "Row",
+    "prepare",
+]

@@ -1,0 +1,128 @@
+"""Open, make and migrate the database file."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from promptstore.errors import StoreTooNew, StoreUnavailable
+from promptstore.migrations import NAMES
+
+_BUSY_S = 5.0
+
+
+def prepare(path: Path, lock: Path) -> None:
+    """Make or migrate the database at *path*, one process at a time.
+
+    Args:
+        path: The database.
+        lock: A file to lock meanwhile.
+
+    Raises:
+        StoreTooNew: It has migrations that this version does not know.
+        StoreUnavailable: It is not a database.
+    """
+    with _flock(lock):
+        db = connect(path, read_only=False)
+        try:
+            refuse_newer(db, path)
+            db.execute("pragma journal_mode = wal")
+            if set(NAMES) - _applied(db):
+                _migrate(db)
+        except sqlite3.DatabaseError as error:
+            raise StoreUnavailable(path, f"cannot be opened: {error}") from error
+        finally:
+            db.close()
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(f"{path}{suffix}", 0o600)
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    # sqlite-utils takes 0.3 s to import, and a current index does not need it.
+    from sqlite_utils import Database
+
+    from promptstore.migrations.migrations import index_migrations
+
+    db.execute("begin immediate")
+    try:
+        index_migrations.apply(Database(db, execute_plugins=False))
+        db.execute("commit")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("rollback")
+        raise
+
+
+def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    if read_only:
+        return _connect_read_only(path)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.close(fd)
+        db = _configure(sqlite3.connect(path, **_OPTIONS))
+    except (OSError, sqlite3.Error) as error:
+        raise StoreUnavailable(path, f"cannot be opened: {error}") from error
+    return db
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    # A WAL database in a directory that cannot be written opens only as immutable.
+    error: Exception | None = None
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        uri = f"{path.absolute().as_uri()}?{mode}"
+        try:
+            db = _configure(sqlite3.connect(uri, uri=True, **_OPTIONS))
+            db.execute("select 1 from sqlite_master").fetchone()
+        except sqlite3.Error as failure:
+            error = failure
+            continue
+        return db
+    raise StoreUnavailable(path, f"cannot be read: {error}")
+
+
+_OPTIONS: Any = {
+    "timeout": _BUSY_S,
+    "isolation_level": None,
+    "check_same_thread": False,
+}
+
+
+def _configure(db: sqlite3.Connection) -> sqlite3.Connection:
+    db.execute("pragma foreign_keys = on")
+    db.execute("pragma synchronous = normal")
+    return db
+
+
+def refuse_newer(db: sqlite3.Connection, path: Path) -> None:
+    try:
+        unknown = _applied(db) - set(NAMES)
+    except sqlite3.DatabaseError as error:
+        raise StoreUnavailable(path, f"is not a database: {error}") from error
+    if unknown:
+        raise StoreTooNew(path, tuple(sorted(unknown)))
+
+
+def _applied(db: sqlite3.Connection) -> set[str]:
+    query = "select name from sqlite_master where name = '_sqlite_migrations'"
+    if db.execute(query).fetchone() is None:
+        return set()
+    query = (
+        "select name from _sqlite_migrations where migration_set = 'promptstore.index'"
+    )
+    return {name for (name,) in db.execute(query)}
+
+
+@contextlib.contextmanager
+def _flock(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,341 @@
+"""One connection to the index, and everything that is asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from promptstore import prefix
+from promptstore.index.database import connect, refuse_newer
+from promptstore.index.rows import Layout, NewRow, Row, expires_ns, pack, select
+from promptstore.index.search import Found, Search
+from promptstore.tokens import Tokens
+from promptstore.types import Namespace
+
+
+class ParentGone(Exception):
+    """The snapshot to continue was evicted meanwhile; look it up again."""
+
+
+class Duplicate(Exception):
+    """Another process stored the same prompt meanwhile."""
+
+
+class Index:
+    """One connection to ``index.db``, usable from any thread, one call at a time.
+
+    Args:
+        path: The database.
+        read_only: Change nothing, not even to migrate.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._db = connect(path, read_only=read_only)
+        try:
+            refuse_newer(self._db, path)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            self._db.close()
+
+    # ------------------------------------------------------------- looking up
+
+    def layouts(self, namespace: Namespace) -> list[Layout]:
+        """Return the layouts stored in a namespace."""
+        rows = self._all(
+            "select layouts.id, layers from layouts join namespaces "
+            "on namespaces.id = namespace where digest = ?",
+            namespace.digest,
+        )
+        digest = namespace.digest
+        return [Layout(id_, prefix.seed(digest, text), text) for id_, text in rows]
+
+    def find(self, layout: Layout, tokens: Tokens) -> Found:
+        """Return the longest stored prefix of *tokens*, compared id by id."""
+        with self._lock:
+            self._db.execute("begin")  # one view of the tree for all its steps
+            try:
+                return Search(self._db, layout, tokens).run()
+            finally:
+                self._db.execute("commit")
+
+    def row_at(self, layout: Layout, tokens: Tokens) -> Row | None:
+        """Return the snapshot that ends with exactly *tokens*."""
+        found = self._rows(
+            "where layout = ? and end_digest = ?",
+            layout.id,
+            prefix.end_digest(layout.seed, tokens),
+        )
+        return found[0] if found else None
+
+    def rows(self) -> list[Row]:
+        """Return all snapshots, the most recently used first."""
+        return self._rows("order by used_ns desc, id desc")
+
+    def named(self, id_or_label: str) -> list[Row]:
+        """Return the snapshots of that name or label."""
+        return self._rows("where name = ?1 or label = ?1", id_or_label)
+
+    def name_of(self, id_: int) -> str | None:
+        """Return the name of a snapshot."""
+        found = self._all("select name from snapshots where id = ?", id_)
+        return str(found[0][0]) if found else None
+
+    def tokens_of(self, row: Row) -> Tokens:
+        """Return all the tokens ``[0, end)`` that the chain of a snapshot holds."""
+        tokens, parent, start = row.tokens, row.parent, row.start
+        while parent is not None:
+            (above,) = self._rows("where id = ?", parent)
+            tokens = np.concatenate([above.tokens[: start - above.start], tokens])
+            parent, start = above.parent, above.start
+        return tokens
+
+    def names(self) -> set[str]:
+        """Return the names of all snapshots."""
+        return {name for (name,) in self._all("select name from snapshots")}
+
+    def has(self, name: str) -> bool:
+        """Whether a snapshot has that name."""
+        return bool(self._all("select 1 from snapshots where name = ?", name))
+
+    def describe(self, layout: int) -> tuple[Namespace, str]:
+        """Return the namespace and the layers of a layout."""
+        ((fields, layers),) = self._all(
+            "select fields, layers from layouts join namespaces "
+            "on namespaces.id = namespace where layouts.id = ?",
+            layout,
+        )
+        return Namespace(**json.loads(fields)), layers
+
+    def nbytes(self) -> int:
+        """Return the bytes of all snapshots."""
+        return int(self._all("select coalesce(sum(nbytes), 0) from snapshots")[0][0])
+
+    def n_snapshots(self) -> int:
+        """Return how many snapshots there are."""
+        return int(self._all("select count(*) from snapshots")[0][0])
+
+    def is_sound(self) -> bool:
+        """Whether SQLite finds the database whole."""
+        try:
+            quick = self._all("pragma quick_check(1)") == [("ok",)]
+            return quick and not self._all("pragma foreign_key_check")
+        except sqlite3.DatabaseError:
+            return False
+
+    # --------------------------------------------------------------- changing
+
+    def layout(self, namespace: Namespace, layers: str) -> Layout:
+        """Return a layout, made if it is new."""
+        digest = namespace.digest
+        fields = json.dumps(asdict(namespace), sort_keys=True)
+        with self.transaction():
+            self._db.execute(
+                "insert into namespaces (digest, fields) values (?, ?) "
+                "on conflict do nothing",
+                (digest, fields),
+            )
+            self._db.execute(
+                "insert into layouts (namespace, layers) "
+                "select id, ? from namespaces where digest = ? on conflict do nothing",
+                (layers, digest),
+            )
+            (id_,) = self._db.execute(
+                "select layouts.id from layouts join namespaces "
+                "on namespaces.id = namespace where digest = ? and layers = ?",
+                (digest, layers),
+            ).fetchone()
+        return Layout(id_, prefix.seed(digest, layers), layers)
+
+    def add(self, new: NewRow) -> None:
+        """Add a snapshot whose file is whole, synced and in its place.
+
+        Raises:
+            ParentGone: The parent is no longer there.
+            Duplicate: The same prompt is there already.
+        """
+        now = time.time_ns()
+        end = len(new.tokens)
+        own = new.tokens[new.start :]
+        chain = prefix.Chain(new.layout.seed, new.tokens)
+        with self.transaction():
+            if new.parent is not None and not self._exists(new.parent, new.start):
+                raise ParentGone
+            self._release_label(new.layout.id, new.label)
+            done = self._db.execute(
+                "insert into snapshots (name, layout, parent, start_token, end_token, "
+                "first_token, tokens, end_digest, nbytes, checksums, kind, label, "
+                "pinned, created_ns, used_ns, expires_ns) "
+                "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "on conflict (layout, end_digest) do nothing",
+                (
+                    new.name,
+                    new.layout.id,
+                    new.parent,
+                    new.start,
+                    end,
+                    int(own[0]) if len(own) else None,
+                    pack(own),
+                    chain.end(),
+                    new.nbytes,
+                    new.checksums,
+                    new.kind,
+                    new.label,
+                    new.pinned,
+                    now,
+                    now,
+                    expires_ns(new.ttl_s, now),
+                ),
+            )
+            if not done.rowcount:
+                raise Duplicate
+            boundaries = range(new.start // prefix.BLOCK + 1, end // prefix.BLOCK + 1)
+            self._db.executemany(
+                "insert into prefixes values (?, ?, ?) on conflict do nothing",
+                [(chain[b], b * prefix.BLOCK, done.lastrowid) for b in boundaries],
+            )
+
+    def mark(
+        self, row: Row, *, label: str | None, pinned: bool, ttl_s: float | None
+    ) -> None:
+        """Give an existing snapshot what a repeated insert asks for."""
+        now = time.time_ns()
+        with self.transaction():
+            if label is not None and label != row.label:
+                self._release_label(row.layout, label)
+            self._db.execute(
+                "update snapshots set label = coalesce(?, label), "
+                "pinned = max(pinned, ?), used_ns = max(used_ns, ?), "
+                "expires_ns = case when ? is null then expires_ns else ? end "
+                "where id = ?",
+                (label, pinned, now, ttl_s, expires_ns(ttl_s, now), row.id),
+            )
+
+    def set_pinned(self, ids: Iterable[int], pinned: bool) -> None:
+        """Protect snapshots from eviction, or stop doing so."""
+        with self.transaction():
+            self._db.executemany(
+                "update snapshots set pinned = ? where id = ?",
+                [(pinned, id_) for id_ in ids],
+            )
+
+    def remove_expired(self) -> list[Row]:
+        """Remove what has outlived its time, and all that continues it."""
+        query = "select id from snapshots where expires_ns <= ?"
+        ids = [id_ for (id_,) in self._all(query, time.time_ns())]
+        return self.remove(ids) if ids else []
+
+    def touch(self, uses: Iterable[tuple[int, int]]) -> None:
+        """Record uses, pairs of a snapshot and the time in nanoseconds."""
+        with self.transaction():
+            self._db.executemany(
+                "update snapshots set used_ns = max(used_ns, ?2), hits = hits + 1 "
+                "where id = ?1",
+                list(uses),
+            )
+
+    def victims(self, spare: frozenset[int]) -> Iterator[Row]:
+        """Yield leaves to evict, expired ones first, then the least recently used.
+
+        The caller removes each before it asks for the next.
+
+        Args:
+            spare: Snapshots that must stay.
+        """
+        now = time.time_ns()
+        while True:
+            rows = self._rows(
+                "as leaf where not exists "
+                "(select 1 from snapshots where parent = leaf.id) "
+                "and (pinned = 0 or coalesce(expires_ns <= ?, 0)) "
+                "order by coalesce(expires_ns <= ?, 0) desc, used_ns, id limit ?",
+                now,
+                now,
+                len(spare) + 1,
+            )
+            row = next((row for row in rows if row.id not in spare), None)
+            if row is None:
+                return
+            yield row
+
+    def remove(self, ids: Iterable[int]) -> list[Row]:
+        """Remove snapshots and all that continue them; return what was removed."""
+        removed: dict[int, Row] = {}
+        with self.transaction():
+            for id_ in ids:
+                for row in self._select(
+                    "where id in (with recursive tree (id) as (select ? union "
+                    "select snapshots.id from snapshots join tree "
+                    "on parent = tree.id) select id from tree) order by id desc",
+                    id_,
+                ):
+                    removed[row.id] = row
+            # Children have later ids than their parents, so leaves go first.
+            for id_ in sorted(removed, reverse=True):
+                self._db.execute("delete from snapshots where id = ?", (id_,))
+        return list(removed.values())
+
+    def remove_leaf(self, id_: int) -> bool:
+        """Remove one snapshot if nothing continues it by now."""
+        with self.transaction():
+            done = self._db.execute(
+                "delete from snapshots where id = ?1 "
+                "and not exists (select 1 from snapshots where parent = ?1)",
+                (id_,),
+            )
+            return bool(done.rowcount)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Hold the write lock of the database; commit, or roll back on an error."""
+        with self._lock:
+            # A deferred BEGIN that reads first fails at once when another writes.
+            self._db.execute("begin immediate")
+            try:
+                yield
+                self._db.execute("commit")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("rollback")
+                raise
+
+    def _exists(self, id_: int, start: int) -> bool:
+        query = (
+            "select 1 from snapshots where id = ? "
+            "and start_token <= ? and end_token >= ?"
+        )
+        return self._db.execute(query, (id_, start, start)).fetchone() is not None
+
+    def _release_label(self, layout: int, label: str | None) -> None:
+        """Take a label, and the pin that came with it, from whoever has it."""
+        self._db.execute(
+            "update snapshots set label = null, pinned = 0 "
+            "where layout = ? and label = ?",
+            (layout, label),
+        )
+
+    def _all(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._db.execute(sql, args).fetchall()
+
+    def _rows(self, where: str, *args: object) -> list[Row]:
+        with self._lock:
+            return self._select(where, *args)
+
+    def _select(self, where: str, *args: object) -> list[Row]:
+        return select(self._db, where, *args)

@@ -1,0 +1,92 @@
+"""The rows of the index as dataclasses, and how ids lie in a blob."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from promptstore.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One tree of snapshots: a namespace and a description of layers."""
+
+    id: int
+    seed: bytes
+    layers: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One snapshot as the index has it; names as in the table."""
+
+    id: int
+    name: str
+    layout: int
+    parent: int | None
+    start: int
+    end: int
+    tokens: Tokens
+    nbytes: int
+    checksums: bytes
+    kind: str
+    label: str | None
+    pinned: bool
+    created_ns: int
+    used_ns: int
+    expires_ns: int | None
+    hits: int
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """What ``Index.add`` stores about a snapshot whose file is in its place."""
+
+    name: str
+    layout: Layout
+    parent: int | None
+    start: int
+    tokens: Tokens  # of the whole prompt, [0, end)
+    nbytes: int
+    checksums: bytes
+    kind: str
+    label: str | None = None
+    pinned: bool = False
+    ttl_s: float | None = None
+
+
+_FIELDS = tuple(field.name for field in fields(Row))
+_COLUMN_BY_FIELD = {"start": "start_token", "end": "end_token"}
+_COLUMNS = ", ".join(_COLUMN_BY_FIELD.get(name, name) for name in _FIELDS)
+
+
+def select(db: sqlite3.Connection, where: str, *args: object) -> list[Row]:
+    """Return the snapshots that a condition finds."""
+    cursor = db.execute(f"select {_COLUMNS} from snapshots {where}", args)
+    return [_row(values) for values in cursor]
+
+
+def _row(values: tuple[Any, ...]) -> Row:
+    named = dict(zip(_FIELDS, values, strict=True))
+    named["tokens"] = unpack(named["tokens"], named["end"] - named["start"])
+    named["pinned"] = bool(named["pinned"])
+    return Row(**named)
+
+
+def pack(tokens: Tokens) -> bytes:
+    """Return ids in 4 bytes each if they fit, else in 8."""
+    narrow = tokens.astype("<i4")
+    return narrow.tobytes() if (narrow == tokens).all() else tokens.tobytes()
+
+
+def unpack(blob: bytes, n_tokens: int) -> Tokens:
+    dtype = "<i4" if len(blob) == 4 * n_tokens else "<i8"
+    return np.frombuffer(blob, dtype).astype(np.int64)
+
+
+def expires_ns(ttl_s: float | None, now: int) -> int | None:
+    return None if ttl_s is None else now + int(ttl_s * 1e9)

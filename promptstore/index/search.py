@@ -1,0 +1,141 @@
+"""The look-up: the longest stored prefix of a token sequence."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from dataclasses import dataclass
+
+from promptstore import prefix
+from promptstore.index.rows import Layout, Row, select
+from promptstore.tokens import Tokens, n_common
+
+
+@dataclass(frozen=True)
+class Found:
+    """The longest stored prefix of a token sequence.
+
+    Args:
+        n_tokens: Its length.
+        chain: The snapshots that hold it, from the root. Each serves from its own
+            start to the start of the next, the last one to *n_tokens*.
+        diverges: Whether stored prompts continue it, but differently.
+        expired: Whether it ends where a snapshot has expired.
+    """
+
+    n_tokens: int = 0
+    chain: tuple[Row, ...] = ()
+    diverges: bool = False
+    expired: bool = False
+
+    @property
+    def pieces(self) -> list[tuple[Row, int, int]]:
+        """Each snapshot with the tokens ``[lo, hi)`` that it serves."""
+        ends = [row.start for row in self.chain[1:]] + [self.n_tokens]
+        return [(row, row.start, hi) for row, hi in zip(self.chain, ends, strict=True)]
+
+
+class Search:
+    """One look-up: boundary, then its ancestors, then down from there."""
+
+    def __init__(self, db: sqlite3.Connection, layout: Layout, tokens: Tokens) -> None:
+        self._db = db
+        self._layout = layout
+        self._tokens = tokens
+        self._now = time.time_ns()
+
+    def run(self) -> Found:
+        owner = self._deepest_owner()
+        chain = self._ancestors(owner) if owner is not None else []
+        position, expired = 0, False
+        for index, row in enumerate(chain):
+            hi = chain[index + 1].start if index + 1 < len(chain) else row.end
+            expired = self._is_expired(row)
+            shared = 0 if expired else self._shared(row, hi)
+            position = row.start + shared
+            if position < hi:
+                chain = chain[: index + (shared > 0)]
+                break
+        return self._descend(chain, position, expired)
+
+    def _descend(self, chain: list[Row], position: int, expired: bool) -> Found:
+        while position < len(self._tokens) and not expired:
+            parent = chain[-1].id if chain else None
+            child = self._best_child(parent, position)
+            if child is None:
+                break
+            expired = self._is_expired(child)
+            if not expired:
+                chain.append(child)
+                position += self._shared(child, child.end)
+        diverges = position < len(self._tokens) and self._continues(chain, position)
+        return Found(position, tuple(chain), diverges, expired)
+
+    def _deepest_owner(self) -> int | None:
+        """Return who holds the deepest stored boundary: gallop, then bisect.
+
+        A stored boundary's ancestors are stored, since eviction takes leaves first.
+        """
+        chain = prefix.Chain(self._layout.seed, self._tokens)
+        owner, low, step = None, 0, 1
+        high = chain.n_blocks + 1
+        while low + step < high:
+            found = self._owner(chain, low + step)
+            if found is None:
+                high = low + step
+                break
+            owner, low, step = found, low + step, step * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self._owner(chain, middle)
+            if found is None:
+                high = middle
+            else:
+                owner, low = found, middle
+        return owner
+
+    def _owner(self, chain: prefix.Chain, boundary: int) -> int | None:
+        found = self._db.execute(
+            "select snapshot from prefixes where digest = ? and position = ?",
+            (chain[boundary], boundary * prefix.BLOCK),
+        ).fetchone()
+        return found[0] if found else None
+
+    def _ancestors(self, id_: int | None) -> list[Row]:
+        chain: list[Row] = []
+        while id_ is not None:
+            (row,) = select(self._db, "where id = ?", id_)
+            chain.append(row)
+            id_ = row.parent
+        return chain[::-1]
+
+    def _best_child(self, parent: int | None, position: int) -> Row | None:
+        children = select(
+            self._db,
+            "where layout = ? and parent is ? and start_token = ? and first_token = ?",
+            self._layout.id,
+            parent,
+            position,
+            int(self._tokens[position]),
+        )
+        # More than one only where processes raced: any is right, the longest best.
+        return max(children, key=lambda row: self._shared(row, row.end), default=None)
+
+    def _continues(self, chain: list[Row], position: int) -> bool:
+        last = chain[-1] if chain else None
+        if last is not None and last.end > position:
+            return True
+        return bool(
+            self._db.execute(
+                "select 1 from snapshots where layout = ? and parent is ? "
+                "and start_token = ? and first_token is not null limit 1",
+                (self._layout.id, last.id if last else None, position),
+            ).fetchone()
+        )
+
+    def _shared(self, row: Row, hi: int) -> int:
+        own = row.tokens[: hi - row.start]
+        return n_common(own, self._tokens[row.start :])
+
+    def _is_expired(self, row: Row) -> bool:
+        return row.expires_ns is not None and row.expires_ns <= self._now

@@ -1,0 +1,245 @@
+"""The memory tier: live caches in a radix tree, the least recently used goes first.
+
+Holds what it is given and hands it out under rules; copies nothing itself, so that
+no lock is held across mlx work. Every method is thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from promptstore.layers import Layers
+from promptstore.radix import RadixTree
+from promptstore.tokens import Tokens
+from promptstore.types import Kind, Namespace
+
+_MAX_ARRAYS = 100_000  # Metal allows 499,000 live buffers in a process
+_HAND_OVER_TOKENS = 256
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One live cache that belongs to the store.
+
+    Args:
+        namespace: Its namespace.
+        text: Its layers as text; the key of its tree.
+        layers: Its layers, or ``None`` if a class has no codec: such an entry can
+            only be copied whole.
+        tokens: The tokens that it holds.
+        cache: Its layers, alive. Nobody updates them while they are here.
+        nbytes: Bytes of its arrays, padding included.
+        n_arrays: How many arrays those are.
+        kind: What its prompt ends with.
+        keep: Whether it is a branch point: never handed over, nor dropped because
+            a longer entry covers it.
+        durable: Whether the disk tier has all its tokens.
+        pending: Whether a write is queued.
+        evicted: Evicted while pending; leaves when the write is done.
+        readers: How many are copying from it.
+    """
+
+    namespace: Namespace
+    text: str
+    layers: Layers | None
+    tokens: Tokens
+    cache: list[Any]
+    nbytes: int
+    n_arrays: int
+    kind: Kind = "assistant"
+    keep: bool = False
+    durable: bool = False
+    pending: bool = False
+    evicted: bool = False
+    readers: int = 0
+
+
+class MemoryTier:
+    """An LRU of live caches within a budget of bytes.
+
+    Args:
+        max_bytes: The budget; 0 keeps nothing.
+        on_evict: Called with each evicted entry that is not durable, without lock.
+    """
+
+    def __init__(self, max_bytes: int, on_evict: Callable[[Entry], None]) -> None:
+        self.max_bytes = max_bytes
+        self.n_evicted = 0
+        self._on_evict = on_evict
+        self._lock = threading.Lock()
+        self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
+        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._nbytes = 0
+        self._n_arrays = 0
+
+    def __len__(self) -> int:
+        """Entries that count against the budget."""
+        return len(self._order)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count against the budget."""
+        return self._nbytes
+
+    def admits(self, nbytes: int) -> bool:
+        """Whether a thing of that size fits at all."""
+        return 0 < nbytes <= self.max_bytes
+
+    def add(self, entry: Entry) -> None:
+        """Keep *entry*, drop what it stands in for, and evict down to the budget."""
+        with self._lock:
+            trees = self._trees.setdefault(entry.namespace.digest, {})
+            tree = trees.setdefault(entry.text, RadixTree())
+            for n_tokens, other in tree.prefixes(entry.tokens):
+                same = n_tokens == len(entry.tokens)
+                if same or (entry.layers is not None and not other.keep):
+                    entry.keep = entry.keep or (same and other.keep)
+                    self._drop(other)
+            tree.set(entry.tokens, entry)
+            # Dropping the last entry of a tree drops the tree.
+            self._trees.setdefault(entry.namespace.digest, trees)[entry.text] = tree
+            self._order[entry] = None
+            self._nbytes += entry.nbytes
+            self._n_arrays += entry.n_arrays
+        self.shrink(self.max_bytes, spare=entry)
+
+    def best(
+        self, namespace: Namespace, tokens: Tokens, fits: Callable[[Entry], bool]
+    ) -> tuple[int, Entry | None]:
+        """Return the longest usable prefix and the entry that has it, leased.
+
+        Args:
+            namespace: Whose KV.
+            tokens: What may be matched.
+            fits: Whether the caller can use an entry.
+
+        Returns:
+            The entry must be given back with `release`, or taken with `take`.
+        """
+        with self._lock:
+            best, entry = 0, None
+            for tree in self._trees.get(namespace.digest, {}).values():
+                n_tokens, found = _usable(tree, tokens)
+                if found is not None and n_tokens > best and fits(found):
+                    best, entry = n_tokens, found
+            if entry is not None:
+                entry.readers += 1
+                if not entry.evicted:
+                    self._order.move_to_end(entry)
+            return best, entry
+
+    def release(self, entry: Entry) -> None:
+        """End the lease that `best` began."""
+        with self._lock:
+            entry.readers -= 1
+
+    def take(self, entry: Entry, n_tokens: int) -> bool:
+        """Remove a leased entry for good if it may be handed over to one caller.
+
+        A conversation's tip that is durable and that nobody else reads goes; a
+        branch point stays and is copied.
+        """
+        with self._lock:
+            if (
+                not entry.durable
+                or entry.keep
+                or entry.evicted
+                or entry.readers > 1
+                or entry.layers is None
+                or len(entry.tokens) - n_tokens > _HAND_OVER_TOKENS
+                or entry not in self._order
+                or self._tree(entry).has_branches(entry.tokens)
+            ):
+                return False
+            self._drop(entry)
+            return True
+
+    def settle(self, entry: Entry, *, durable: bool) -> None:
+        """Record that the write of *entry* is over."""
+        with self._lock:
+            entry.pending = False
+            entry.durable = entry.durable or durable
+            if entry.evicted:
+                self._forget(entry)
+
+    def shrink(self, max_bytes: int, spare: Entry | None = None) -> None:
+        """Evict the least recently used entries down to *max_bytes*."""
+        evicted = []
+        with self._lock:
+            for entry in list(self._order):
+                if self._nbytes <= max_bytes and self._n_arrays <= _MAX_ARRAYS:
+                    break
+                if entry is spare:
+                    continue
+                self._uncount(entry)
+                self.n_evicted += 1
+                entry.evicted = True
+                if entry.durable:
+                    self._forget(entry)
+                else:
+                    evicted.append(entry)
+        for entry in evicted:
+            self._on_evict(entry)
+            if not entry.pending:
+                self.settle(entry, durable=False)
+
+    def remove(self, namespace: Namespace, tokens: Tokens, n_shared: int) -> None:
+        """Drop all entries that share more than *n_shared* tokens with *tokens*."""
+        with self._lock:
+            for tree in self._trees.get(namespace.digest, {}).values():
+                while True:
+                    n_tokens, entries = tree.longest(tokens)
+                    entry = next(entries, None)
+                    if entry is None or n_tokens <= n_shared:
+                        break
+                    self._drop(entry)
+
+    def unsaved(self) -> list[Entry]:
+        """Return the entries that are neither durable nor on their way."""
+        with self._lock:
+            return [e for e in self._order if not e.durable and not e.pending]
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._trees.clear()
+            self._order.clear()
+            self._nbytes = self._n_arrays = 0
+
+    def _tree(self, entry: Entry) -> RadixTree[Entry]:
+        return self._trees[entry.namespace.digest][entry.text]
+
+    def _drop(self, entry: Entry) -> None:
+        if entry in self._order:
+            self._uncount(entry)
+        self._forget(entry)
+
+    def _uncount(self, entry: Entry) -> None:
+        del self._order[entry]
+        self._nbytes -= entry.nbytes
+        self._n_arrays -= entry.n_arrays
+
+    def _forget(self, entry: Entry) -> None:
+        """Take *entry* out of its tree, unless another has its place already."""
+        trees = self._trees.get(entry.namespace.digest, {})
+        tree = trees.get(entry.text)
+        if tree is None or tree.get(entry.tokens) is not entry:
+            return
+        tree.remove(entry.tokens)
+        if not tree:
+            del trees[entry.text]
+        if not trees:
+            del self._trees[entry.namespace.digest]
+
+
+def _usable(tree: RadixTree[Entry], tokens: Tokens) -> tuple[int, Entry | None]:
+    n_tokens, entries = tree.longest(tokens)
+    entry = next(entries, None)
+    if entry is None or entry.layers is not None:
+        return n_tokens, entry
+    whole: list[tuple[int, Entry]] = tree.prefixes(tokens)
+    return whole[-1] if whole else (0, None)

@@ -1,0 +1,87 @@
+"""Token ids of any container as one int64 array, and what two of them share."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens: TypeAlias = npt.NDArray[np.int64]
+
+
+def as_tokens(tokens: Any, name: str = "tokens") -> Tokens:
+    """Return *tokens* as an int64 array of the store's own; a copy is made.
+
+    All forms of the same ids give equal arrays. Ids are signed 64-bit, since
+    mlx_lm.server keys images by negative ids of up to 60 bits.
+
+    Args:
+        tokens: A list, tuple, or one-dimensional numpy or mlx array of integers.
+        name: What to call it in an error.
+
+    Returns:
+        Shape ``(n_tokens,)``.
+
+    Raises:
+        TypeError: *tokens* is not a sequence of integers.
+        ValueError: It is not one-dimensional, or an id needs more than 64 bits.
+    """
+    if isinstance(tokens, list | tuple):
+        return _from_sequence(tokens, name)
+    if not isinstance(tokens, np.ndarray):
+        if not hasattr(tokens, "__array__") or not hasattr(tokens, "shape"):
+            raise TypeError(
+                f"{name} must be a list, tuple or array of integers, "
+                f"not {type(tokens).__name__}"
+            )
+        tokens = np.asarray(tokens)
+    if tokens.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not {tokens.ndim}-d")
+    if tokens.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, not {tokens.dtype}")
+    if tokens.dtype == np.uint64 and tokens.size and tokens.max() >= 1 << 63:
+        raise ValueError(f"{name} holds an id of more than 64 signed bits")
+    return np.array(tokens, dtype=np.int64)
+
+
+def _from_sequence(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:
+    # array() takes a third of the time of np.array() for a list of ints.
+    try:
+        return np.frombuffer(array("I", tokens), np.uint32).astype(np.int64)
+    except OverflowError:
+        pass
+    except TypeError:
+        return _from_objects(tokens, name)
+    try:
+        return np.frombuffer(array("q", tokens), np.int64).copy()
+    except OverflowError:
+        raise ValueError(f"{name} holds an id of more than 64 signed bits") from None
+    except TypeError:
+        return _from_objects(tokens, name)
+
+
+def _from_objects(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:
+    """Take a list of zero-dimensional arrays, which mlx users write by accident."""
+    ids = []
+    for index, token in enumerate(tokens):
+        if getattr(token, "ndim", None) == 0 and hasattr(token, "item"):
+            token = token.item()
+        if isinstance(token, list | tuple) or getattr(token, "ndim", None):
+            raise ValueError(f"{name} must be one-dimensional; see {name}[{index}]")
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(
+                f"{name} must hold integers, but {name}[{index}] is "
+                f"{type(token).__name__}"
+            )
+        ids.append(int(token))
+    return _from_sequence(ids, name)
+
+
+def n_common(a: Tokens, b: Tokens) -> int:
+    """Return how many leading tokens *a* and *b* share."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
