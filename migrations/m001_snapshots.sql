@@ -13,7 +13,8 @@ create table layouts (
     unique (namespace, layers)
 ) strict;
 
--- One immutable file each: the KV of tokens [start_token, end_token).
+-- One immutable file each: the KV of tokens [start_token, end_token). Without tokens
+-- it is a checkpoint: the state, and what else is needed, to go on from that place.
 create table snapshots (
     id integer primary key autoincrement,
     name text not null unique check (length(name) = 32),
@@ -23,6 +24,7 @@ create table snapshots (
     end_token integer not null check (end_token >= start_token),
     first_token integer,
     tokens blob not null,
+    extent text not null check (json_valid(extent)),
     end_digest blob not null check (length(end_digest) = 16),
     nbytes integer not null check (nbytes > 0),
     checksums blob not null check (length(checksums) % 16 = 0),
@@ -33,11 +35,12 @@ create table snapshots (
     used_ns integer not null,
     expires_ns integer,
     hits integer not null default 0,
-    unique (layout, end_digest),
     check ((parent is null) = (start_token = 0)),
     check ((first_token is null) = (start_token = end_token))
 ) strict;
 
+create unique index snapshots_by_end
+on snapshots (layout, end_digest, start_token = end_token);
 create index snapshots_by_branch on snapshots (layout, parent, start_token, first_token);
 create index snapshots_by_parent on snapshots (parent);
 create index snapshots_by_use on snapshots (used_ns);
@@ -45,8 +48,8 @@ create unique index snapshots_by_label on snapshots (label, layout)
 where label is not null;
 
 create trigger snapshots_are_immutable before update of
-    name, layout, parent, start_token, end_token, first_token, tokens, end_digest,
-    nbytes, checksums, created_ns
+    name, layout, parent, start_token, end_token, first_token, tokens, extent,
+    end_digest, nbytes, checksums, created_ns
 on snapshots begin
     select raise(abort, 'a snapshot is immutable');
 end;

@@ -8,6 +8,7 @@ into. Knows nothing of caches and files.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from promptstore.layers import ITEMSIZE_BY_DTYPE, RowPart
+from promptstore.layers import ITEMSIZE_BY_DTYPE
 
-Rows: TypeAlias = npt.NDArray[np.uint8]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Rows: TypeAlias = Bytes
 """Bytes of a row part, shape ``(n_kv_heads, n_rows, row_bytes)``, a view."""
 
 _NAME_BY_DTYPE = {
@@ -43,29 +45,30 @@ def dtype_name(array: mx.array) -> str:
     return _NAME_BY_DTYPE[array.dtype]
 
 
-def empty(parts: Sequence[RowPart], capacity: int) -> list[mx.array]:
-    """Return evaluated arrays with room for *capacity* tokens, not filled.
+def empty(specs: Sequence[tuple[str, Sequence[int]]]) -> list[mx.array]:
+    """Return evaluated arrays that are not filled.
 
-    Shape:
-        ``(1, n_kv_heads, capacity, head_dim)``, one for each part.
+    Args:
+        specs: For each array safetensors' name of its dtype, and its shape.
 
     Source: mlx 0.32.4 ``mx.load`` of a file object reads straight into the array's
     own memory; a reader that writes nothing leaves it as allocated.
     """
+    if not specs:
+        return []
     header: dict[str, Any] = {}
     end = 0
-    for index, part in enumerate(parts):
-        shape = [1, part.n_kv_heads, capacity, part.head_dim]
-        start, end = end, end + part.token_bytes * capacity
+    for index, (dtype, shape) in enumerate(specs):
+        start, end = end, end + math.prod(shape) * ITEMSIZE_BY_DTYPE[dtype]
         header[str(index)] = {
-            "dtype": part.dtype,
-            "shape": shape,
+            "dtype": dtype,
+            "shape": list(shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
     reader: Any = _Unfilled(len(text).to_bytes(8, "little") + text, end)
     loaded: Any = mx.load(reader, format="safetensors")
-    arrays = [loaded[str(index)] for index in range(len(parts))]
+    arrays = [loaded[str(index)] for index in range(len(specs))]
     mx.eval(arrays)
     return arrays
 
@@ -99,6 +102,23 @@ class _Unfilled:
         return len(buffer)
 
 
+def plain(array: mx.array) -> Bytes:
+    """Return all bytes of an evaluated array, writable and not copied.
+
+    Shape: ``(nbytes,)``.
+
+    Raises:
+        ValueError: The array is not contiguous in memory.
+    """
+    data: Any = array
+    if not memoryview(data).c_contiguous:
+        raise ValueError("a strided array has no plain bytes")
+    if not array.size:
+        return np.empty(0, np.uint8)
+    # np.asarray has no bfloat16; frombuffer takes any array's bytes.
+    return np.frombuffer(data, np.uint8)
+
+
 def rows(array: mx.array) -> Rows:
     """Return the bytes of an evaluated row part, writable and not copied.
 
@@ -110,12 +130,8 @@ def rows(array: mx.array) -> Rows:
     Raises:
         ValueError: The array is not contiguous in memory.
     """
-    data: Any = array
-    if not memoryview(data).c_contiguous:
-        raise ValueError("a strided array has no plain rows of bytes")
     _, heads, n_rows, head_dim = array.shape
     row_bytes = head_dim * ITEMSIZE_BY_DTYPE[dtype_name(array)]
     if not array.size:
         return np.empty((heads, n_rows, row_bytes), np.uint8)
-    # np.asarray has no bfloat16; frombuffer takes any array's bytes.
-    return np.frombuffer(data, np.uint8).reshape(heads, n_rows, row_bytes)
+    return plain(array).reshape(heads, n_rows, row_bytes)

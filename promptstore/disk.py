@@ -13,15 +13,17 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from promptstore import prefix, snapshot
+from promptstore import codecs, prefix, resume, snapshot
+from promptstore.capture import Capture
 from promptstore.errors import NotCovered, StoreUnavailable, TooLarge
+from promptstore.extent import Band, Extent, Shape
 from promptstore.index import (
     Duplicate,
     Found,
@@ -32,10 +34,11 @@ from promptstore.index import (
     Row,
     prepare,
 )
-from promptstore.layers import Layers, from_text
-from promptstore.plan import plan_reads
+from promptstore.layers import Layers, from_text, leaves
+from promptstore.plan import Plan, held_by, pieces_of, plan
+from promptstore.ranges import Ranges, clip, count, intersect, subtract, union
 from promptstore.restore import N_THREADS, restore
-from promptstore.snapshot import Contents, RowSource, Shape, Written
+from promptstore.snapshot import Body, Contents
 from promptstore.tokens import Tokens
 from promptstore.types import Kind, Namespace
 
@@ -49,26 +52,42 @@ class NewSnapshot:
     """A prompt to be stored: the writer decides which part of it is new.
 
     Args:
-        text: Its layers as text.
         tokens: All its tokens, ``[0, end)``.
-        sources: The row parts of all layers in order, evaluated, nobody's to change.
-        first: The first token that the sources cover.
+        capture: Its cache, nobody's to change.
     """
 
     namespace: Namespace
-    text: str
     tokens: Tokens
+    capture: Capture
     kind: Kind
     label: str | None = None
     pinned: bool = False
     ttl_s: float | None = None
-    sources: Sequence[RowSource] = ()
-    first: int = 0
 
     @property
     def is_special(self) -> bool:
         """Whether it asks for a row of its own."""
         return self.pinned or self.label is not None or self.ttl_s is not None
+
+    @property
+    def layers(self) -> Layers:
+        """Its layers; only what has codecs comes here."""
+        assert self.capture.layers is not None
+        return self.capture.layers
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """What the disk tier has of a request, and how far it can be resumed."""
+
+    layers: Layers
+    found: Found
+    plan: Plan
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """What makes one better than another."""
+        return self.plan.n_tokens, self.found.n_tokens
 
 
 class DiskTier:
@@ -79,16 +98,24 @@ class DiskTier:
         max_bytes: The budget of everything under it.
         verify: ``"first-use"``, ``"always"`` or ``"off"``.
         read_only: Change nothing.
+        max_checkpoints: States to keep on one chain.
 
     Raises:
         StoreUnavailable: The directory cannot be used.
     """
 
     def __init__(
-        self, root: Path, max_bytes: int, *, verify: str, read_only: bool
+        self,
+        root: Path,
+        max_bytes: int,
+        *,
+        verify: str,
+        read_only: bool,
+        max_checkpoints: int = 16,
     ) -> None:
         self.root = root
         self.max_bytes = max_bytes
+        self.max_checkpoints = max_checkpoints
         self.bytes_written = 0
         self.bytes_read = 0
         self.n_evicted = 0
@@ -118,38 +145,47 @@ class DiskTier:
 
     # -------------------------------------------------------------- reading
 
-    def find(
+    def look_up(
         self, namespace: Namespace, tokens: Tokens, fits: Callable[[Layers], bool]
-    ) -> tuple[Found, Layout | None, int]:
-        """Return the longest stored prefix over all layouts that fit.
+    ) -> tuple[LookUp | None, int]:
+        """Return what can be resumed deepest over all layouts that fit.
 
         Returns:
-            What was found, in which layout, and how many layouts did not fit.
+            What was found, and how many layouts did not fit.
         """
-        best, where, n_misfits = Found(), None, 0
+        best, n_misfits = None, 0
         for layout in self.index.layouts(namespace):
-            if not fits(from_text(layout.layers)):
+            layers = from_text(layout.layers)
+            if not fits(layers):
                 n_misfits += 1
                 continue
             found = self.index.find(layout, tokens)
-            if where is None or found.n_tokens > best.n_tokens:
-                best, where = found, layout
-        return best, where, n_misfits
+            look_up = LookUp(layers, found, self._plan(self.index, layers, found))
+            if best is None or look_up.rank > best.rank:
+                best = look_up
+        return best, n_misfits
 
-    def load(
-        self, found: Found, layout: Layout, n_tokens: int, n_total: int
-    ) -> list[Any]:
-        """Return a live cache of the first *n_tokens* of what was found.
+    def n_stored(self, namespace: Namespace, text: str, tokens: Tokens) -> int:
+        """Return how many of *tokens* one layout has, resumable or not."""
+        for layout in self.index.layouts(namespace):
+            if layout.layers == text:
+                return self.index.find(layout, tokens).n_tokens
+        return 0
+
+    def _plan(self, index: Index, layers: Layers, found: Found) -> Plan:
+        cuttable = resume.is_cuttable(layers)
+        return plan(found, layers, [] if cuttable else index.checkpoints(found))
+
+    def load(self, look_up: LookUp, n_total: int) -> list[Any]:
+        """Return a live cache of what was found.
 
         Raises:
             SnapshotError: A file is missing, damaged or unreadable.
             NotCovered: A layer has no codec.
         """
-        layers = from_text(layout.layers)
         cache, nbytes = restore(
-            plan_reads(found, layers, n_tokens),
-            layers,
-            n_tokens,
+            look_up.plan,
+            look_up.layers,
             n_total,
             path_of=self.path_of,
             verify=self._must_verify,
@@ -158,24 +194,22 @@ class DiskTier:
         self.bytes_read += nbytes
         return cache
 
-    def read_ahead(self, found: Found, layout: Layout) -> None:
+    def read_ahead(self, look_up: LookUp) -> None:
         """Have the reader threads pull what was found into the page cache."""
-        layers = from_text(layout.layers)
-        for row, _, hi in found.pieces:
-            self._pool.submit(self._read_ahead, row, layers, hi)
+        for piece in look_up.plan.pieces:
+            self._pool.submit(self._read_ahead, piece.row, look_up.layers)
 
     def path_of(self, name: str) -> Path:
         """Return where the file of a snapshot is."""
         return self.root / "snapshots" / name[:2] / (name + _SUFFIX)
 
-    def _read_ahead(self, row: Row, layers: Layers, hi: int) -> None:
+    def _read_ahead(self, row: Row, layers: Layers) -> None:
         with contextlib.suppress(Exception), self.open(row, layers) as file:
-            file.read_ahead(hi)
+            file.read_ahead()
 
     def open(self, row: Row, layers: Layers) -> snapshot.SnapshotFile:
         """Open the file of a snapshot."""
-        shape = Shape(layers, row.start, row.end)
-        path = self.path_of(row.name)
+        path, shape = self.path_of(row.name), Shape(layers, row.extent)
         return snapshot.SnapshotFile(path, shape, row.nbytes, row.checksums)
 
     def _must_verify(self, name: str, chunk: int) -> bool:
@@ -203,55 +237,106 @@ class DiskTier:
             OSError, sqlite3.Error: As the system says.
         """
         self._unlink(self._writer.remove_expired())
-        layout = self._writer.layout(new.namespace, new.text)
+        layout = self._writer.layout(new.namespace, new.capture.text)
         for _ in range(_TRIES):
-            found = self._writer.find(layout, new.tokens)
-            if found.n_tokens == len(new.tokens) and self._mark(layout, new, found):
-                return
-            if found.n_tokens < new.first:
-                raise NotCovered(
-                    f"tokens [{found.n_tokens}, {new.first}) were evicted meanwhile"
-                )
             with contextlib.suppress(ParentGone):
-                self._write(layout, new, found)
+                found = self._writer.find(layout, new.tokens)
+                if found.n_tokens < len(new.tokens):
+                    extent = self._rows_extent(new, found)
+                    self._write(layout, new, found, extent)
+                    found = self._writer.find(layout, new.tokens)
+                if self._needs_checkpoint(layout, new, found):
+                    extent = self._checkpoint_extent(new, found)
+                    self._write(layout, new, found, extent)
+                    self._thin_out(found)
+                self._mark(layout, new, found)
                 return
         raise NotCovered("what it continues was evicted again and again")
 
-    def _mark(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
-        """Record the use of a prompt that is stored already, if that is enough."""
+    def _needs_checkpoint(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
+        """Whether the end of *new* needs a snapshot of no tokens, for its state, for
+        rows of windows that the chain lacks, or to bear a label."""
         row = self._writer.row_at(layout, new.tokens)
+        if resume.has_state(new.layers):
+            return row is None or not row.is_checkpoint
         if row is None and new.is_special:
-            return False  # needs a snapshot of its own, of no rows, to bear them
+            return True
+        plan_ = self._plan(self._writer, new.layers, found)
+        return plan_.n_tokens < len(new.tokens)
+
+    def _rows_extent(self, new: NewSnapshot, found: Found) -> Extent:
+        """Return what a snapshot of the new tokens holds: all rows of full layers,
+        and of windows those that the live cache still has."""
+        start, end = found.n_tokens, len(new.tokens)
+        missing = self._missing(new, found)
+        ranges = [union([*wanted, (start, end)]) for wanted in missing]
+        return _extent(new, start, end, ranges, with_state=False)
+
+    def _checkpoint_extent(self, new: NewSnapshot, found: Found) -> Extent:
+        """Return what a snapshot of no tokens holds: the state, and what rows are
+        needed to go on from there but are not on the chain."""
+        end = len(new.tokens)
+        return _extent(new, end, end, self._missing(new, found), with_state=True)
+
+    def _missing(self, new: NewSnapshot, found: Found) -> list[Ranges]:
+        """Return, by leaf, the tokens below the chain's end whose rows are needed to
+        go on from the end of *new*, and which the chain lacks."""
+        wanted = resume.needs(new.layers, len(new.tokens), new.capture.rings)
+        pieces = pieces_of(found)
+        return [
+            clip(subtract(ranges, held_by(pieces, leaf)), 0, found.n_tokens)
+            for leaf, ranges in enumerate(wanted)
+        ]
+
+    def _mark(self, layout: Layout, new: NewSnapshot, found: Found) -> None:
+        """Record the use of a prompt, and give its row what an insert asks for."""
+        row = self._writer.row_at(layout, new.tokens)
         if row is not None:
             self._writer.mark(row, label=new.label, pinned=new.pinned, ttl_s=new.ttl_s)
         now = time.time_ns()
         self._writer.touch((row.id, now) for row in found.chain)
-        return True
 
-    def _write(self, layout: Layout, new: NewSnapshot, found: Found) -> None:
-        start, end = found.n_tokens, len(new.tokens)
+    def _write(
+        self, layout: Layout, new: NewSnapshot, found: Found, extent: Extent
+    ) -> None:
+        """Write one snapshot and add its row."""
         parent = found.chain[-1] if found.chain else None
         name = secrets.token_hex(16)
         contents = Contents(
             id=name,
             namespace=asdict(new.namespace),
-            layers=from_text(new.text),
+            layers=new.layers,
             parent=parent.name if parent else None,
-            start=start,
-            end=end,
+            extent=extent,
             end_digest=prefix.end_digest(layout.seed, new.tokens).hex(),
             kind=new.kind,
             created_ns=time.time_ns(),
             writer=_writer_tag(),
         )
+        body = Body(
+            new.capture.parts(),
+            new.capture.state_bytes() if extent.state else [],
+            new.tokens[extent.start :],
+        )
         spare = frozenset(row.id for row in found.chain)
         held = sum(row.nbytes for row in found.chain)
         self._make_room(snapshot.nbytes_of(contents), held, spare)
         with self._new_file(name) as (fd, publish):
-            written = snapshot.write(fd, contents, new.tokens[start:], new.sources)
+            written = snapshot.write(fd, contents, body)
             publish()
+            row = NewRow(
+                name=name,
+                layout=layout,
+                parent=parent.id if parent else None,
+                extent=extent,
+                tokens=new.tokens,
+                nbytes=written.nbytes,
+                checksums=written.checksums,
+                kind=new.kind,
+                ttl_s=new.ttl_s,
+            )
             try:
-                self._writer.add(_new_row(name, layout, parent, new, start, written))
+                self._writer.add(row)
             except Duplicate:
                 self.path_of(name).unlink()
                 return
@@ -260,6 +345,27 @@ class DiskTier:
                 raise
         self.bytes_written += written.nbytes
         self._make_room(0, held, spare | {row.id for row in self._writer.named(name)})
+
+    def _thin_out(self, found: Found) -> None:
+        """Keep the number of states on one chain within its bound.
+
+        The ends of answers go first, since the next turn is often rendered otherwise;
+        then the oldest ends of turns. What is pinned or a system prompt stays.
+        """
+        states = [row for row in self._writer.checkpoints(found) if row.extent.state]
+        n_over = len(states) - self.max_checkpoints
+        if n_over <= 0:
+            return
+        order = {"assistant": 0, "user": 1}
+        loose = [
+            row
+            for row in states[1:]
+            if row.kind in order and not row.pinned and row.label is None
+        ]
+        loose.sort(key=lambda row: (order[row.kind], row.end))
+        for row in loose[:n_over]:
+            if self._writer.remove_leaf(row.id):
+                self._unlink([row])
 
     @contextlib.contextmanager
     def _new_file(self, name: str) -> Iterator[tuple[int, Callable[[], None]]]:
@@ -380,23 +486,31 @@ class DiskTier:
         self._writer.touch(uses.items())
 
 
-def _new_row(
-    name: str, layout: Layout, parent: Row | None, new: NewSnapshot, start: int,
-    written: Written,
-) -> NewRow:  # fmt: skip
-    return NewRow(
-        name=name,
-        layout=layout,
-        parent=parent.id if parent else None,
-        start=start,
-        tokens=new.tokens,
-        nbytes=written.nbytes,
-        checksums=written.checksums,
-        kind=new.kind,
-        label=new.label,
-        pinned=new.pinned,
-        ttl_s=new.ttl_s,
+def _extent(
+    new: NewSnapshot, start: int, end: int, ranges: list[Ranges], *, with_state: bool
+) -> Extent:
+    """Group the leaves by what is held of them, full attention first.
+
+    Raises:
+        NotCovered: The capture lacks rows of full attention.
+    """
+    capture = new.capture
+    leaves_by_ranges: dict[Ranges, list[int]] = {}
+    for leaf, wanted in enumerate(ranges):
+        kind = codecs.codec_by_tag(leaves(new.layers)[leaf].tag).kind
+        held = intersect(wanted, capture.held(leaf))
+        if kind == "full" and held != wanted:
+            raise NotCovered(f"tokens {subtract(wanted, held)} were evicted meanwhile")
+        if held:
+            leaves_by_ranges.setdefault(held, []).append(leaf)
+    bands = tuple(
+        Band(tuple(numbers), ranges)
+        for ranges, numbers in sorted(
+            leaves_by_ranges.items(), key=lambda item: (-count(item[0]), item[0])
+        )
     )
+    state = capture.state if with_state else ()
+    return Extent(start, end, bands, capture.rings, state)
 
 
 @functools.cache

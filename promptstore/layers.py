@@ -1,7 +1,8 @@
 """What the layers of a prompt cache look like: descriptions only, no arrays.
 
-A prompt cache is a list of layers; a layer holds *row parts*, arrays with one row a
-token. Two caches with equal descriptions can continue each other.
+A prompt cache is a list of layers. A layer holds *row parts*, arrays with one row a
+token; or state, arrays that depend on all tokens; or inner layers. Two caches with
+equal descriptions can continue each other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 ITEMSIZE_BY_DTYPE: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -43,56 +45,78 @@ class RowPart:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the codec's tag, its settings, its row parts."""
+    """One layer: the codec's tag, its settings, its row parts or its inner layers."""
 
     tag: str
-    parts: tuple[RowPart, ...]
+    parts: tuple[RowPart, ...] = ()
     settings: Mapping[str, int] = field(default_factory=dict)
+    inner: tuple[Layer, ...] = ()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all its own parts."""
+        return sum(part.token_bytes for part in self.parts)
 
 
 Layers = tuple[Layer, ...]
 
 
+def leaves(layers: Layers) -> Layers:
+    """Return the layers that hold arrays themselves, in order."""
+    found: list[Layer] = []
+    for layer in layers:
+        found += leaves(layer.inner) if layer.inner else (layer,)
+    return tuple(found)
+
+
 def token_bytes(layers: Layers) -> int:
     """Return the bytes of one token in all layers."""
-    return sum(part.token_bytes for layer in layers for part in layer.parts)
+    return sum(layer.token_bytes for layer in leaves(layers))
 
 
 def to_text(layers: Layers) -> str:
     """Return the canonical text of *layers*; equal layers have equal texts."""
-    rows = [
-        [
-            layer.tag,
-            [[p.name, p.n_kv_heads, p.head_dim, p.dtype] for p in layer.parts],
-            dict(layer.settings),
-        ]
-        for layer in layers
-    ]
-    return json.dumps(rows, sort_keys=True, separators=(",", ":"))
+    return json.dumps(_to_json(layers), sort_keys=True, separators=(",", ":"))
 
 
 def from_text(text: str) -> Layers:
     """Return the layers of a canonical text.
 
     Raises:
-        ValueError: It is not one (also ``KeyError`` for an unknown dtype).
+        ValueError: It is not one.
     """
     try:
-        layers = tuple(
-            Layer(
-                str(tag),
-                tuple(RowPart(str(n), int(h), int(d), str(t)) for n, h, d, t in parts),
-                {str(k): int(v) for k, v in settings.items()},
-            )
-            for tag, parts, settings in json.loads(text)
-        )
-    except (TypeError, AttributeError) as error:
+        layers = _from_json(json.loads(text))
+        token_bytes(layers)
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"not a description of layers: {error}") from error
-    token_bytes(layers)
     return layers
 
 
 def summary(layers: Layers) -> str:
     """Return a short text for people, for example ``full/1 x30``."""
-    groups = itertools.groupby(layer.tag for layer in layers)
-    return " + ".join(f"{tag} x{len(list(group))}" for tag, group in groups)
+    names = [
+        f"{layer.tag}({summary(layer.inner)})" if layer.inner else layer.tag
+        for layer in layers
+    ]
+    groups = ((name, len(list(group))) for name, group in itertools.groupby(names))
+    return " + ".join(name if n == 1 else f"{name} x{n}" for name, n in groups)
+
+
+def _to_json(layers: Layers) -> list[list[Any]]:
+    rows = []
+    for layer in layers:
+        parts = [[p.name, p.n_kv_heads, p.head_dim, p.dtype] for p in layer.parts]
+        row = [layer.tag, parts, dict(layer.settings)]
+        rows.append([*row, _to_json(layer.inner)] if layer.inner else row)
+    return rows
+
+
+def _from_json(rows: Any) -> Layers:
+    layers = []
+    for tag, parts, settings, *inner in rows:
+        own = tuple(RowPart(str(n), int(h), int(d), str(t)) for n, h, d, t in parts)
+        values = {str(key): int(value) for key, value in settings.items()}
+        inside = _from_json(inner[0]) if inner else ()
+        layers.append(Layer(str(tag), own, values, inside))
+    return tuple(layers)

@@ -6,19 +6,20 @@ no lock is held across mlx work. Every method is thread-safe.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from promptstore.layers import Layers
+from promptstore.capture import Capture
 from promptstore.radix import RadixTree
 from promptstore.tokens import Tokens
 from promptstore.types import Kind, Namespace
 
 _MAX_ARRAYS = 100_000  # Metal allows 499,000 live buffers in a process
 _HAND_OVER_TOKENS = 256
+_MAX_TRIED = 8  # entries that share a prefix and might be cut to it
 
 
 @dataclass(eq=False, slots=True)
@@ -27,11 +28,8 @@ class Entry:
 
     Args:
         namespace: Its namespace.
-        text: Its layers as text; the key of its tree.
-        layers: Its layers, or ``None`` if a class has no codec: such an entry can
-            only be copied whole.
         tokens: The tokens that it holds.
-        cache: Its layers, alive. Nobody updates them while they are here.
+        capture: The cache. Nobody updates it while it is here.
         nbytes: Bytes of its arrays, padding included.
         n_arrays: How many arrays those are.
         kind: What its prompt ends with.
@@ -44,10 +42,8 @@ class Entry:
     """
 
     namespace: Namespace
-    text: str
-    layers: Layers | None
     tokens: Tokens
-    cache: list[Any]
+    capture: Capture
     nbytes: int
     n_arrays: int
     kind: Kind = "assistant"
@@ -93,15 +89,17 @@ class MemoryTier:
         """Keep *entry*, drop what it stands in for, and evict down to the budget."""
         with self._lock:
             trees = self._trees.setdefault(entry.namespace.digest, {})
-            tree = trees.setdefault(entry.text, RadixTree())
+            tree = trees.setdefault(entry.capture.text, RadixTree())
             for n_tokens, other in tree.prefixes(entry.tokens):
                 same = n_tokens == len(entry.tokens)
-                if same or (entry.layers is not None and not other.keep):
+                stands_in = entry.capture.resumable(n_tokens) == n_tokens
+                if same or (stands_in and not other.keep):
                     entry.keep = entry.keep or (same and other.keep)
                     self._drop(other)
             tree.set(entry.tokens, entry)
-            # Dropping the last entry of a tree drops the tree.
-            self._trees.setdefault(entry.namespace.digest, trees)[entry.text] = tree
+            # Dropping the last entry of a tree has dropped the tree.
+            self._trees[entry.namespace.digest] = trees
+            trees[entry.capture.text] = tree
             self._order[entry] = None
             self._nbytes += entry.nbytes
             self._n_arrays += entry.n_arrays
@@ -149,14 +147,22 @@ class MemoryTier:
                 or entry.keep
                 or entry.evicted
                 or entry.readers > 1
-                or entry.layers is None
-                or len(entry.tokens) - n_tokens > _HAND_OVER_TOKENS
+                or not self._can_cut(entry, n_tokens)
                 or entry not in self._order
                 or self._tree(entry).has_branches(entry.tokens)
             ):
                 return False
             self._drop(entry)
             return True
+
+    def _can_cut(self, entry: Entry, n_tokens: int) -> bool:
+        """Whether the live cache itself can become one of *n_tokens* cheaply."""
+        n_extra = len(entry.tokens) - n_tokens
+        if entry.capture.layers is None:
+            return False
+        return not n_extra or (
+            entry.capture.is_cuttable and n_extra <= _HAND_OVER_TOKENS
+        )
 
     def settle(self, entry: Entry, *, durable: bool) -> None:
         """Record that the write of *entry* is over."""
@@ -211,7 +217,7 @@ class MemoryTier:
             self._nbytes = self._n_arrays = 0
 
     def _tree(self, entry: Entry) -> RadixTree[Entry]:
-        return self._trees[entry.namespace.digest][entry.text]
+        return self._trees[entry.namespace.digest][entry.capture.text]
 
     def _drop(self, entry: Entry) -> None:
         if entry in self._order:
@@ -226,20 +232,25 @@ class MemoryTier:
     def _forget(self, entry: Entry) -> None:
         """Take *entry* out of its tree, unless another has its place already."""
         trees = self._trees.get(entry.namespace.digest, {})
-        tree = trees.get(entry.text)
+        tree = trees.get(entry.capture.text)
         if tree is None or tree.get(entry.tokens) is not entry:
             return
         tree.remove(entry.tokens)
         if not tree:
-            del trees[entry.text]
+            del trees[entry.capture.text]
         if not trees:
             del self._trees[entry.namespace.digest]
 
 
 def _usable(tree: RadixTree[Entry], tokens: Tokens) -> tuple[int, Entry | None]:
-    n_tokens, entries = tree.longest(tokens)
-    entry = next(entries, None)
-    if entry is None or entry.layers is not None:
-        return n_tokens, entry
-    whole: list[tuple[int, Entry]] = tree.prefixes(tokens)
-    return whole[-1] if whole else (0, None)
+    """Return the deepest position of *tokens* that an entry can be resumed at."""
+    n_shared, entries = tree.longest(tokens)
+    best, entry = 0, None
+    for found in itertools.islice(entries, _MAX_TRIED):
+        n_tokens = found.capture.resumable(n_shared)
+        if best < n_tokens <= n_shared:
+            best, entry = n_tokens, found
+    for n_tokens, found in reversed(tree.prefixes(tokens)):
+        if n_tokens > best:
+            return n_tokens, found
+    return best, entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import mlx_lm
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from promptstore.codecs import has_codecs, n_cached
+from promptstore.codecs import n_cached
+from promptstore.errors import NotCovered
 from promptstore.store import PromptStore
 from promptstore.tokens import Tokens, as_tokens
 from promptstore.types import Match, Namespace
@@ -222,6 +224,6 @@ def _with_prefix(processor: LogitsProcessor, reused: mx.array) -> LogitsProcesso
 def _insert(
     store: PromptStore, namespace: Namespace, history: list[int], cache: list[Any]
 ) -> None:
-    if has_codecs(cache):
+    with contextlib.suppress(NotCovered):  # pure state holds what it was given
         history = history[: n_cached(cache)]
     store.insert(namespace, history, cache)

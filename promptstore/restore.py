@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from promptstore import buffers
+from promptstore import buffers, plan, resume
 from promptstore.buffers import Rows
-from promptstore.codecs import codec_by_tag, part_arrays, rebuild
-from promptstore.errors import NotCovered
-from promptstore.layers import Layers
-from promptstore.plan import Read
-from promptstore.snapshot import SnapshotFile
+from promptstore.codecs import Leaf, codec_by_tag, rebuild
+from promptstore.extent import StateArray
+from promptstore.layers import Layers, leaves
+from promptstore.plan import Plan, Read
+from promptstore.ranges import Ranges
+from promptstore.snapshot import Placed, SnapshotFile, copy_rows
 
 STEP = 256
 """Rows by which mlx-lm grows a buffer."""
@@ -25,25 +27,79 @@ Verify = Callable[[str, int], bool]
 """Whether to compare a chunk, by snapshot and number, with its checksum."""
 
 
-def restore(
-    reads: Sequence[Read],
+@dataclass(frozen=True)
+class Blank:
+    """A cache to be filled: evaluated arrays, and where the tokens' rows go.
+
+    Args:
+        leaves: By leaf, its arrays.
+        rows: By leaf, the same row parts as bytes.
+        state: The state arrays as bytes, in the order of the snapshot's extent.
+    """
+
+    leaves: list[Leaf]
+    rows: list[list[Placed]]
+    state: list[Rows]
+
+
+def blank(
     layers: Layers,
     n_tokens: int,
+    n_total: int,
+    rings: Mapping[int, int],
+    state: Sequence[StateArray],
+) -> Blank:
+    """Return unfilled arrays for a cache of *n_tokens*.
+
+    A full buffer would be copied whole at the first update, which costs more than
+    the restore; so there is room for the request and one step of answer.
+
+    Args:
+        layers: The layers of the cache.
+        n_tokens: Tokens to be filled in.
+        n_total: Tokens of the whole request.
+        rings: By leaf, how its window lies.
+        state: The state arrays.
+    """
+    room = -(-(n_total + STEP) // STEP) * STEP
+    places, specs = [], []
+    for index, leaf in enumerate(leaves(layers)):
+        codec, ring = codec_by_tag(leaf.tag), rings.get(index)
+        capacity, runs = codec.place(leaf, n_tokens, room, ring)
+        places.append((leaf, ring, runs))
+        specs += [
+            (part.dtype, (1, part.n_kv_heads, capacity, part.head_dim))
+            for part in leaf.parts
+        ]
+    supply = iter(buffers.empty([*specs, *((s.dtype, s.shape) for s in state)]))
+    parts = [[next(supply) for _ in leaf.parts] for leaf, _, _ in places]
+    values = list(supply)
+    made = Blank([], [], [buffers.plain(value) for value in values])
+    for index, (arrays, (_, ring, runs)) in enumerate(zip(parts, places, strict=True)):
+        pairs = zip(state, values, strict=True)
+        own = {spec.name: value for spec, value in pairs if spec.leaf == index}
+        made.leaves.append(Leaf(arrays, runs, ring, own))
+        made.rows.append([Placed(buffers.rows(array), runs) for array in arrays])
+    return made
+
+
+def restore(
+    plan_: Plan,
+    layers: Layers,
     n_total: int,
     *,
     path_of: Callable[[str], Path],
     verify: Verify,
     pool: ThreadPoolExecutor,
 ) -> tuple[list[Any], int]:
-    """Return a live cache of *n_tokens* read from disk, and the bytes read.
+    """Return a live cache read from disk, and the bytes read.
 
     All is read before it returns, so nothing that happens to the files afterwards
     matters, and the arrays are evaluated.
 
     Args:
-        reads: What gives the rows ``[0, n_tokens)``.
+        plan_: How to rebuild it.
         layers: The layers of the cache.
-        n_tokens: Tokens to restore.
         n_total: Tokens of the whole request, for which the buffers have room.
         path_of: Where the file of a snapshot is.
         verify: Which chunks to verify.
@@ -53,58 +109,74 @@ def restore(
         SnapshotError: A file is missing, damaged or unreadable.
         NotCovered: A layer has no codec.
     """
-    arrays = allocate(layers, n_tokens, n_total)
-    targets = [buffers.rows(array) for array in arrays]
+    state = plan_.state.extent.state if plan_.state is not None else ()
+    made = blank(layers, plan_.n_tokens, n_total, plan_.rings, state)
 
     def run(read: Read) -> int:
-        return _read(read, targets, path_of, verify)
+        return _read(read, made, path_of, verify)
 
-    nbytes = sum(pool.map(run, reads))
-    return rebuild(layers, arrays, n_tokens), nbytes
+    nbytes = sum(pool.map(run, plan.plan_reads(plan_, layers)))
+    return rebuild(layers, made.leaves, plan_.n_tokens), nbytes
 
 
 def copy(
-    cache: Sequence[Any], layers: Layers, n_tokens: int, n_total: int
+    source: Sequence[Leaf],
+    layers: Layers,
+    n_tokens: int,
+    n_total: int,
+    *,
+    whole: bool,
 ) -> list[Any]:
-    """Return a live copy of the first *n_tokens* of *cache*, with room like `restore`.
+    """Return a live copy of the first *n_tokens* of a cache, with room like `restore`.
 
     Args:
-        cache: A cache whose arrays nobody updates meanwhile; not changed.
+        source: Its leaves; nobody updates their arrays meanwhile.
         layers: Its layers.
         n_tokens: Tokens to copy.
         n_total: Tokens of the whole request.
+        whole: Whether these are all its tokens, so that windows keep their ring.
     """
-    arrays = allocate(layers, n_tokens, n_total)
-    for source, target in zip(part_arrays(cache), arrays, strict=True):
-        buffers.rows(target)[:, :n_tokens] = buffers.rows(source)[:, :n_tokens]
-    return rebuild(layers, arrays, n_tokens)
+    rings = rings_of(source) if whole else {}
+    state = state_arrays(source)
+    made = blank(layers, n_tokens, n_total, rings, state)
+    wanted = resume.needs(layers, n_tokens, rings)
+    for leaf, target, ranges in zip(source, made.rows, wanted, strict=True):
+        _copy_leaf(leaf, target, ranges)
+    for spec, rows in zip(state, made.state, strict=True):
+        rows[:] = buffers.plain(source[spec.leaf].state[spec.name])
+    return rebuild(layers, made.leaves, n_tokens)
 
 
-def allocate(layers: Layers, n_tokens: int, n_total: int) -> list[Any]:
-    """Return unfilled arrays for the row parts of all layers in order.
+def rings_of(source: Sequence[Leaf]) -> dict[int, int]:
+    """Return, by leaf, how the windows of *source* lie."""
+    rings = {index: leaf.ring for index, leaf in enumerate(source)}
+    return {index: ring for index, ring in rings.items() if ring is not None}
 
-    A full buffer would be copied whole at the first update, which costs more than
-    the restore; so there is room for the request and one step of answer.
-    """
-    room = -(-(n_total + STEP) // STEP) * STEP
-    arrays = []
-    for layer in layers:
-        known = codec_by_tag(layer.tag)
-        if known is None:
-            raise NotCovered(f"no codec for {layer.tag}")
-        capacity = room if known[0].keeps_room else n_tokens
-        arrays += buffers.empty(layer.parts, capacity)
-    return arrays
+
+def state_arrays(source: Sequence[Leaf]) -> list[StateArray]:
+    """Return the descriptions of the state arrays of *source*, in order."""
+    return [
+        StateArray(index, name, buffers.dtype_name(array), tuple(array.shape))
+        for index, leaf in enumerate(source)
+        for name, array in leaf.state.items()
+    ]
+
+
+def _copy_leaf(leaf: Leaf, targets: Sequence[Placed], ranges: Ranges) -> None:
+    for array, target in zip(leaf.arrays, targets, strict=True):
+        copy_rows(Placed(buffers.rows(array), leaf.runs), target, ranges)
 
 
 def _read(
-    read: Read, targets: Sequence[Rows], path_of: Callable[[str], Path], verify: Verify
+    read: Read, made: Blank, path_of: Callable[[str], Path], verify: Verify
 ) -> int:
     row, nbytes = read.row, 0
     with SnapshotFile(path_of(row.name), read.shape, row.nbytes, row.checksums) as file:
         if read.first and verify(row.name, -1):
             file.verify_header()
-        for chunk, lo, hi in read.chunks:
-            check = verify(row.name, chunk)
-            nbytes += file.read_chunk(chunk, targets, lo, hi, verify=check)
+        for chunk in read.chunks:
+            check = verify(row.name, chunk.index)
+            nbytes += file.read_chunk(chunk, made.rows, read.wanted, verify=check)
+        if read.state:
+            nbytes += file.read_state(made.state, verify=verify(row.name, -2))
     return nbytes

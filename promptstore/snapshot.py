@@ -1,9 +1,9 @@
 """One snapshot file: write it, read rows of it, verify it.
 
 Knows bytes and descriptions, not caches and not the index. A file is plain
-safetensors: the rows lie in chunks of 256 tokens, all layers of a chunk contiguous,
-so that a prefix of the tokens is a prefix of the file; the token ids come last. The
-header is padded with spaces so that the rows start on a page.
+safetensors: the rows lie in chunks of 256 tokens, all layers of a band contiguous,
+so that a prefix of the tokens is a prefix of the band; state and token ids come last.
+The header is padded with spaces so that the rows start on a page.
 
 ::
 
@@ -11,6 +11,7 @@ header is padded with spaces so that the rows start on a page.
     header    JSON, spaces up to a multiple of 4096
     chunk 0   rows [start, start + 256) of layer 0 part 0, of layer 0 part 1, …
     chunk 1   …
+    state     the arrays of recurrent layers
     tokens    int64, little-endian
 """
 
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,12 @@ from promptstore.errors import (
     SnapshotUnreadable,
     SnapshotUnsupported,
 )
-from promptstore.layers import Layers, from_text, to_text, token_bytes
+from promptstore.extent import Chunk, Extent, Shape
+from promptstore.layers import Layers, from_text, to_text
+from promptstore.ranges import Ranges, Run, count, covers, intersect
 from promptstore.tokens import Tokens
 
 FORMAT = "promptstore/1"
-CHUNK = 256
 CHECKSUM_BYTES = 16
 _PAGE = 4096
 _MAX_HEADER = 1 << 30
@@ -51,44 +54,6 @@ Rows = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Where everything lies in a snapshot of *layers* over ``[start, end)``."""
-
-    layers: Layers
-    start: int
-    end: int
-
-    @property
-    def n_tokens(self) -> int:
-        """Rows of each part."""
-        return self.end - self.start
-
-    @property
-    def n_chunks(self) -> int:
-        """Chunks, of which the last may be short."""
-        return -(-self.n_tokens // CHUNK)
-
-    @property
-    def rows_nbytes(self) -> int:
-        """Bytes of all chunks."""
-        return self.n_tokens * token_bytes(self.layers)
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes behind the header."""
-        return self.rows_nbytes + 8 * self.n_tokens
-
-    def span(self, chunk: int) -> tuple[int, int]:
-        """Return the tokens of a chunk, ``[lo, hi)`` in the prompt."""
-        lo = self.start + chunk * CHUNK
-        return lo, min(lo + CHUNK, self.end)
-
-    def offset(self, chunk: int) -> int:
-        """Return where a chunk starts, counted from the end of the header."""
-        return chunk * CHUNK * token_bytes(self.layers)
-
-
-@dataclass(frozen=True)
 class Contents:
     """What a snapshot file says of itself, enough to index it again."""
 
@@ -96,33 +61,57 @@ class Contents:
     namespace: dict[str, str]
     layers: Layers
     parent: str | None
-    start: int
-    end: int
+    extent: Extent
     end_digest: str
     kind: str
     created_ns: int
     writer: str
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         """Where everything lies."""
-        return Shape(self.layers, self.start, self.end)
+        return Shape(self.layers, self.extent)
 
 
 @dataclass(frozen=True)
-class RowSource:
-    """Rows of one part in memory: ``rows[head, i]`` belongs to token ``first + i``.
+class Placed:
+    """Rows of one part in memory, and which tokens they belong to.
 
     Shape: rows ``(n_kv_heads, n_rows, row_bytes)``.
     """
 
     rows: Rows
-    first: int = 0
+    runs: tuple[Run, ...]
 
-    def slabs(self, lo: int, hi: int) -> Iterator[Rows]:
-        """Yield the bytes of tokens ``[lo, hi)``, one piece a head."""
+    def slabs(self, ranges: Ranges) -> Iterator[Rows]:
+        """Yield the bytes of the tokens of *ranges*, head by head."""
+        slots = [slot for lo, hi in ranges for slot in self._slots(lo, hi)]
         for head in self.rows:
-            yield head[lo - self.first : hi - self.first]
+            for first, last in slots:
+                yield head[first:last]
+
+    def _slots(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """Yield the rows of tokens ``[lo, hi)`` in the order of the tokens."""
+        while lo < hi:
+            run = next(run for run in self.runs if run.lo <= lo < run.hi)
+            end = min(hi, run.hi)
+            yield lo - run.lo + run.slot, end - run.lo + run.slot
+            lo = end
+
+
+@dataclass(frozen=True)
+class Body:
+    """The bytes of a snapshot in memory.
+
+    Args:
+        parts: By leaf, its row parts.
+        state: The state arrays, each as plain bytes.
+        tokens: The ids of ``[start, end)``.
+    """
+
+    parts: Sequence[Sequence[Placed]]
+    state: Sequence[Rows]
+    tokens: Tokens
 
 
 @dataclass(frozen=True)
@@ -172,16 +161,13 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def write(
-    fd: int, contents: Contents, tokens: Tokens, sources: Sequence[RowSource]
-) -> Written:
+def write(fd: int, contents: Contents, body: Body) -> Written:
     """Write and sync one snapshot.
 
     Args:
         fd: An empty file.
         contents: What the file says of itself.
-        tokens: The ids of ``[start, end)``.
-        sources: The row parts of all layers in order; each covers ``[start, end)``.
+        body: What it holds.
 
     Raises:
         OSError: As the system says; the file is then of no use.
@@ -189,11 +175,9 @@ def write(
     shape = contents.shape
     data_start = nbytes_of(contents) - shape.data_nbytes
     os.lseek(fd, data_start, os.SEEK_SET)
-    sums = [
-        _write_slabs(fd, _chunk_slabs(sources, *shape.span(chunk)))
-        for chunk in range(shape.n_chunks)
-    ]
-    ids = np.ascontiguousarray(tokens, "<i8").view(np.uint8)
+    sums = [_write_slabs(fd, _chunk_slabs(chunk, body)) for chunk in shape.chunks]
+    sums.append(_write_slabs(fd, body.state))
+    ids = np.ascontiguousarray(body.tokens, "<i8").view(np.uint8)
     sums.append(_write_slabs(fd, [ids]))
     header = _header(contents, b"".join(sums))
     assert len(header) == data_start
@@ -205,14 +189,15 @@ def write(
 
 def nbytes_of(contents: Contents) -> int:
     """Return the size that a file of these contents will have."""
-    n_sums = contents.shape.n_chunks + 1
+    n_sums = len(contents.shape.chunks) + 2
     header = _header(contents, bytes(CHECKSUM_BYTES * n_sums))
     return len(header) + contents.shape.data_nbytes
 
 
-def _chunk_slabs(sources: Sequence[RowSource], lo: int, hi: int) -> Iterator[Rows]:
-    for source in sources:
-        yield from source.slabs(lo, hi)
+def _chunk_slabs(chunk: Chunk, body: Body) -> Iterator[Rows]:
+    for leaf in chunk.band.leaves:
+        for placed in body.parts[leaf]:
+            yield from placed.slabs(chunk.ranges)
 
 
 def _write_slabs(fd: int, slabs: Iterable[Rows]) -> bytes:
@@ -264,30 +249,45 @@ def _advance(group: list[memoryview], n: int) -> list[memoryview]:
 
 
 def _header(contents: Contents, sums: bytes) -> bytes:
-    facts = asdict(contents) | {"layers": to_text(contents.layers)}
-    facts |= {"format": FORMAT, "checksums": sums.hex()}
-    header: dict[str, Any] = {"__metadata__": {"promptstore": json.dumps(facts)}}
-    shape = contents.shape
-    at = 0
-    for chunk in range(shape.n_chunks):
-        lo, hi = shape.span(chunk)
-        for index, layer in enumerate(contents.layers):
-            for part in layer.parts:
-                end = at + (hi - lo) * part.token_bytes
-                header[f"{chunk:06}.{index:04}.{part.name}"] = {
-                    "dtype": part.dtype,
-                    "shape": [1, part.n_kv_heads, hi - lo, part.head_dim],
-                    "data_offsets": [at, end],
-                }
-                at = end
-    header["tokens"] = {
-        "dtype": "I64",
-        "shape": [shape.n_tokens],
-        "data_offsets": [at, at + 8 * shape.n_tokens],
+    extent = contents.extent
+    facts = {
+        "format": FORMAT,
+        "id": contents.id,
+        "namespace": contents.namespace,
+        "layers": to_text(contents.layers),
+        "parent": contents.parent,
+        "start": extent.start,
+        "end": extent.end,
+        "extent": extent.to_text(),
+        "end_digest": contents.end_digest,
+        "kind": contents.kind,
+        "created_ns": contents.created_ns,
+        "writer": contents.writer,
+        "checksums": sums.hex(),
     }
+    header: dict[str, Any] = {"__metadata__": {"promptstore": json.dumps(facts)}}
+    at = 0
+    for name, dtype, shape, nbytes in _tensors(contents.shape):
+        offsets = [at, at + nbytes]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        at += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _PAGE)
     return len(text).to_bytes(8, "little") + text
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, str, list[int], int]]:
+    """Yield name, dtype, shape and bytes of each tensor in the order of the file."""
+    for chunk in shape.chunks:
+        n_rows = count(chunk.ranges)
+        for leaf, part in shape.parts(chunk.band):
+            name = f"{chunk.index:06}.{leaf:04}.{part.name}"
+            dims = [1, part.n_kv_heads, n_rows, part.head_dim]
+            yield name, part.dtype, dims, n_rows * part.token_bytes
+    for array in shape.extent.state:
+        name = f"state.{array.leaf:04}.{array.name}"
+        yield name, array.dtype, list(array.shape), array.nbytes
+    yield "tokens", "I64", [shape.n_tokens], 8 * shape.n_tokens
 
 
 # ---------------------------------------------------------------------- reading
@@ -300,7 +300,8 @@ class SnapshotFile:
         path: The file.
         shape: Where everything lies, as the index says.
         nbytes: Its size, as the index says.
-        checksums: Of the header, of each chunk, of the tokens; 16 bytes each.
+        checksums: Of the header, of each chunk, of the state, of the tokens; 16
+            bytes each.
 
     Raises:
         SnapshotMissing: There is no such file.
@@ -318,7 +319,7 @@ class SnapshotFile:
             size = os.fstat(self._fd).st_size
             if size != nbytes or self._data_start < 8:
                 raise SnapshotCorrupt(path, f"has {size} bytes instead of {nbytes}")
-            if len(checksums) != CHECKSUM_BYTES * (shape.n_chunks + 2):
+            if len(checksums) != CHECKSUM_BYTES * (len(shape.chunks) + 3):
                 raise SnapshotCorrupt(path, "its row has checksums of another shape")
         except BaseException:
             self.close()
@@ -343,16 +344,19 @@ class SnapshotFile:
         self._compare(0, self._read(0, self._data_start), "header")
 
     def read_chunk(
-        self, chunk: int, targets: Sequence[Rows], lo: int, hi: int, *, verify: bool
+        self,
+        chunk: Chunk,
+        targets: Sequence[Sequence[Placed]],
+        wanted: Sequence[Ranges],
+        *,
+        verify: bool,
     ) -> int:
-        """Read the rows of tokens ``[lo, hi)`` of one chunk into their places.
+        """Read rows of one chunk into their places.
 
         Args:
-            chunk: Its number.
-            targets: For each row part a view of bytes in which row *i* is token *i*.
-                Shape ``(n_kv_heads, n_rows, row_bytes)``.
-            lo: The first token wanted.
-            hi: One past the last; ``[lo, hi)`` lies inside the chunk.
+            chunk: One of the shape's.
+            targets: By leaf, where the rows of its parts go.
+            wanted: By leaf, the tokens whose rows are wanted; others are not touched.
             verify: Compare the chunk with its checksum.
 
         Returns:
@@ -362,26 +366,53 @@ class SnapshotFile:
             SnapshotCorrupt: The file is shorter, or the checksum differs.
             SnapshotUnreadable: The system refused.
         """
-        first, last = self._shape.span(chunk)
-        offset = self._data_start + self._shape.offset(chunk)
-        if (lo, hi) == (first, last):
-            slabs = (head[lo:hi] for target in targets for head in target)
+        offset = self._data_start + chunk.offset
+        if all(covers(wanted[leaf], chunk.ranges) for leaf in chunk.band.leaves):
+            slabs = (
+                slab
+                for leaf in chunk.band.leaves
+                for target in targets[leaf]
+                for slab in target.slabs(chunk.ranges)
+            )
             digest = self._scatter(offset, slabs, verify=verify)
             if verify:
-                self._expect(chunk + 1, digest, f"chunk {chunk}")
-            return (hi - lo) * token_bytes(self._shape.layers)
-        nbytes = (last - first) * token_bytes(self._shape.layers)
-        data = self._read(offset, nbytes)
+                self._expect(chunk.index + 1, digest, f"chunk {chunk.index}")
+            return chunk.nbytes
+        data = self._read(offset, chunk.nbytes)
         if verify:
-            self._compare(chunk + 1, data, f"chunk {chunk}")
+            self._compare(chunk.index + 1, data, f"chunk {chunk.index}")
+        self._place(chunk, data, targets, wanted)
+        return chunk.nbytes
+
+    def _place(
+        self,
+        chunk: Chunk,
+        data: Rows,
+        targets: Sequence[Sequence[Placed]],
+        wanted: Sequence[Ranges],
+    ) -> None:
+        """Copy what is wanted of a chunk that was read whole."""
+        runs, n_rows = [], 0
+        for lo, hi in chunk.ranges:
+            runs.append(Run(lo, hi, n_rows))
+            n_rows += hi - lo
         at = 0
-        for target in targets:
-            heads, _, row_bytes = target.shape
-            size = heads * (last - first) * row_bytes
-            part = data[at : at + size].reshape(heads, last - first, row_bytes)
-            target[:, lo:hi] = part[:, lo - first : hi - first]
-            at += size
-        return nbytes
+        for leaf in chunk.band.leaves:
+            ranges = intersect(wanted[leaf], chunk.ranges)
+            for target in targets[leaf]:
+                heads, _, row_bytes = target.rows.shape
+                size = heads * n_rows * row_bytes
+                part = data[at : at + size].reshape(heads, n_rows, row_bytes)
+                copy_rows(Placed(part, tuple(runs)), target, ranges)
+                at += size
+
+    def read_state(self, targets: Sequence[Rows], *, verify: bool) -> int:
+        """Read the state arrays, as `read_chunk` reads rows; return the bytes read."""
+        offset = self._data_start + self._shape.rows_nbytes
+        digest = self._scatter(offset, targets, verify=verify)
+        if verify:
+            self._expect(len(self._shape.chunks) + 1, digest, "state")
+        return self._shape.state_nbytes
 
     def verify_all(self) -> None:
         """Compare everything in the file with its checksums.
@@ -392,18 +423,20 @@ class SnapshotFile:
         """
         self.verify_header()
         shape = self._shape
-        for chunk in range(shape.n_chunks):
-            lo, hi = shape.span(chunk)
-            offset = self._data_start + shape.offset(chunk)
-            data = self._read(offset, (hi - lo) * token_bytes(shape.layers))
-            self._compare(chunk + 1, data, f"chunk {chunk}")
-        data = self._read(self._data_start + shape.rows_nbytes, 8 * shape.n_tokens)
-        self._compare(shape.n_chunks + 1, data, "tokens")
+        sections = [
+            (chunk.offset, chunk.nbytes, f"chunk {chunk.index}")
+            for chunk in shape.chunks
+        ]
+        sections.append((shape.rows_nbytes, shape.state_nbytes, "state"))
+        tokens_at = shape.rows_nbytes + shape.state_nbytes
+        sections.append((tokens_at, 8 * shape.n_tokens, "tokens"))
+        for index, (offset, nbytes, what) in enumerate(sections):
+            data = self._read(self._data_start + offset, nbytes)
+            self._compare(index + 1, data, what)
 
-    def read_ahead(self, hi: int) -> None:
-        """Read the rows up to token *hi* and forget them, for the page cache."""
-        last = -(-(min(hi, self._shape.end) - self._shape.start) // CHUNK)
-        end = self._data_start + min(self._shape.offset(last), self._shape.rows_nbytes)
+    def read_ahead(self) -> None:
+        """Read all of the file and forget it, for the page cache."""
+        end = self._data_start + self._shape.data_nbytes
         for offset in range(0, end, _GROUP_BYTES):
             self._read(offset, min(_GROUP_BYTES, end - offset))
 
@@ -442,6 +475,25 @@ class SnapshotFile:
             group = _advance(group, n)
 
 
+def copy_rows(source: Placed, target: Placed, ranges: Ranges) -> None:
+    """Copy the rows of the tokens of *ranges* from one place to another."""
+    for lo, hi in ranges:
+        for at, to, n in _steps(source, target, lo, hi):
+            target.rows[:, to : to + n] = source.rows[:, at : at + n]
+
+
+def _steps(
+    source: Placed, target: Placed, lo: int, hi: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield source row, target row and length of each piece that both have whole."""
+    while lo < hi:
+        a = next(run for run in source.runs if run.lo <= lo < run.hi)
+        b = next(run for run in target.runs if run.lo <= lo < run.hi)
+        end = min(hi, a.hi, b.hi)
+        yield lo - a.lo + a.slot, lo - b.lo + b.slot, end - lo
+        lo = end
+
+
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -476,7 +528,8 @@ def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
             raise SnapshotCorrupt(path, "is not of the size that its header says")
         if header != _header(contents, sums):
             raise SnapshotCorrupt(path, "its header is not the one that was written")
-        ids = os.pread(fd, 8 * shape.n_tokens, len(header) + shape.rows_nbytes)
+        at = len(header) + shape.rows_nbytes + shape.state_nbytes
+        ids = os.pread(fd, 8 * shape.n_tokens, at)
     except OSError as error:
         raise SnapshotUnreadable(path, str(error)) from error
     finally:
@@ -492,6 +545,8 @@ def _parse(path: Path, header: bytes) -> tuple[Contents, bytes]:
             raise SnapshotUnsupported(path, "is of another format")
         sums = bytes.fromhex(facts.pop("checksums"))
         facts["layers"] = from_text(facts["layers"])
+        start, end = facts.pop("start"), facts.pop("end")
+        facts["extent"] = Extent.from_text(facts["extent"], start, end)
         return Contents(**facts), sums
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SnapshotCorrupt(path, f"is no snapshot: {error}") from error

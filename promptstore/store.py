@@ -15,10 +15,11 @@ from typing import Any, Literal, Self, get_args
 
 import platformdirs
 
-from promptstore import codecs, intake, restore
+from promptstore import codecs, restore, resume
+from promptstore.capture import Intake, take_in
 from promptstore.check import check, repair
 from promptstore.counters import Counters
-from promptstore.disk import DiskTier, NewSnapshot
+from promptstore.disk import DiskTier, LookUp, NewSnapshot
 from promptstore.errors import (
     SnapshotCorrupt,
     SnapshotError,
@@ -26,9 +27,8 @@ from promptstore.errors import (
     StoreClosed,
     UnknownSnapshot,
 )
-from promptstore.index import Found, Layout, Row
-from promptstore.intake import Intake
-from promptstore.layers import from_text, summary, to_text, token_bytes
+from promptstore.index import Row
+from promptstore.layers import from_text, summary, token_bytes
 from promptstore.memory import Entry, MemoryTier
 from promptstore.tokens import Tokens, as_tokens
 from promptstore.types import (
@@ -46,6 +46,9 @@ from promptstore.writer import Writer, deadline
 
 Write = Literal["through", "back", "off"]
 Verify = Literal["first-use", "always", "off"]
+
+_Wish = tuple[Kind, str | None, bool, float | None]
+"""What an insert asks for: kind, label, pin, ttl_s."""
 
 _AT_EXIT_S = 60.0
 _FIND_TRIES = 3
@@ -196,13 +199,15 @@ class PromptStore:
                 self._memory.release(entry)
 
     def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
-        if entry.layers is None:
-            return copy.deepcopy(entry.cache)
+        own = entry.capture
+        if own.layers is None:
+            return copy.deepcopy(own.cache)
+        whole = n_tokens == len(entry.tokens)
         if not self._memory.take(entry, n_tokens):
-            return restore.copy(entry.cache, entry.layers, n_tokens, n_total)
-        if n_tokens < len(entry.tokens):
-            codecs.cut(entry.cache, n_tokens)
-        return entry.cache
+            return restore.copy(own.leaves, own.layers, n_tokens, n_total, whole=whole)
+        if not whole:
+            codecs.cut(own.cache, n_tokens)
+        return own.cache
 
     def _match_disk(
         self,
@@ -217,47 +222,43 @@ class PromptStore:
             return Match(None, 0, "miss", Reason(kind, n_memory))
         trouble: Reason | None = None
         for _ in range(_FIND_TRIES):
-            found, layout, reason = self._find(namespace, usable, n_memory, like)
-            if layout is None or found.n_tokens <= n_memory:
+            look_up, reason = self._look_up(namespace, usable, n_memory, like)
+            if look_up is None or look_up.plan.n_tokens <= n_memory:
                 return Match(None, 0, "miss", trouble or reason)
             try:
-                cache = self._disk.load(found, layout, found.n_tokens, len(usable) + 1)
+                cache = self._disk.load(look_up, len(usable) + 1)
             except SnapshotError as error:
-                trouble = self._blame(found, error)
+                trouble = self._blame(look_up, error)
                 continue
-            self._note_use(found.chain)
-            return Match(cache, found.n_tokens, "disk", trouble or reason)
+            self._note_use(piece.row for piece in look_up.plan.pieces)
+            n_tokens = look_up.plan.n_tokens
+            return Match(cache, n_tokens, "disk", trouble or reason)
         return Match(None, 0, "miss", trouble)
 
-    def _find(
+    def _look_up(
         self,
         namespace: Namespace,
         usable: Tokens,
         n_memory: int,
         like: Sequence[Any] | None,
-    ) -> tuple[Found, Layout | None, Reason | None]:
+    ) -> tuple[LookUp | None, Reason | None]:
         """Look in the index; say why not more, given what memory has."""
         assert self._disk is not None
-        found, layout, n_misfits = self._disk.find(
+        best, n_misfits = self._disk.look_up(
             namespace, usable, lambda layers: like is None or codecs.fits(layers, like)
         )
-        n_tokens = max(found.n_tokens, n_memory)
-        if n_tokens == len(usable):
-            reason = None
-        elif layout is None and n_misfits and not n_memory:
-            reason = Reason(ReasonKind.IDENTITY, 0, "layers")
-        elif found.expired and found.n_tokens >= n_memory:
-            reason = Reason(ReasonKind.EXPIRED, n_tokens)
-        elif found.diverges and found.n_tokens >= n_memory:
-            reason = Reason(ReasonKind.DIVERGED, n_tokens)
-        else:
-            reason = Reason(ReasonKind.NO_ENTRY, n_tokens)
-        return found, layout, reason
+        if best is None:
+            kind = ReasonKind.IDENTITY if n_misfits else ReasonKind.NO_ENTRY
+            if n_misfits and not n_memory:
+                return None, Reason(kind, 0, "layers")
+            return None, Reason(ReasonKind.NO_ENTRY, n_memory)
+        return best, _why(best, len(usable), n_memory)
 
-    def _blame(self, found: Found, error: SnapshotError) -> Reason:
+    def _blame(self, look_up: LookUp, error: SnapshotError) -> Reason:
         """Count a bad snapshot; drop it if it is proven to be bad."""
         assert self._disk is not None
-        row = next(row for row in found.chain if row.name == error.path.stem)
+        rows = [piece.row for piece in look_up.plan.pieces]
+        row = next(row for row in rows if row.name == error.path.stem)
         if not isinstance(error, SnapshotCorrupt | SnapshotMissing):
             self._counters.trouble(error)
             return Reason(ReasonKind.UNREADABLE, row.start, row.name)
@@ -317,81 +318,80 @@ class PromptStore:
         if label is not None and not label.strip():
             raise ValueError("label must not be empty")
         ids = as_tokens(tokens)
-        taken = intake.take_in(cache, len(ids))
+        taken = take_in(cache, len(ids))
         if not taken.n_tokens:
             return 0
-        new = NewSnapshot(
-            namespace, taken.text, ids[: taken.n_tokens], kind, label, pin, ttl_s
-        )
         try:
-            self._insert(new, taken)
+            self._insert(
+                taken, namespace, ids[: taken.n_tokens], (kind, label, pin, ttl_s)
+            )
         except Exception as error:  # one of three places that may: counted
             self._counters.trouble(error)
         self._counters.insert()
         return taken.n_tokens
 
-    def _insert(self, new: NewSnapshot, taken: Intake) -> None:
-        entry = self._remember(new, taken)
+    def _insert(
+        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: _Wish
+    ) -> None:
+        entry = self._remember(taken, namespace, ids, wish)
         if taken.layers is None:
-            cause = "unknown-cache-class"
-            self._counters.note(cause, f"{taken.text} stays in memory only")
+            self._counters.note(
+                "unknown-cache-class", f"{taken.text} stays in memory only"
+            )
             return
-        if self._write == "off" or len(new.tokens) < self._min_tokens:
+        if self._write == "off" or len(ids) < self._min_tokens:
             return
-        if self._write == "through" or entry is None or new.is_special:
-            self._save(new, entry, taken)
+        if entry is not None:
+            new = NewSnapshot(namespace, ids, entry.capture, *wish)
+            if self._write == "through" or new.is_special:
+                self._save(new, entry)
+            return
+        start = self._n_on_disk(namespace, taken.text, ids)
+        # Copies of the little that is new let the caller go on without copying all.
+        few = len(ids) - start <= start
+        capture = taken.capture_rows(start) if few else taken.capture()
+        self._save(NewSnapshot(namespace, ids, capture, *wish), None)
 
-    def _remember(self, new: NewSnapshot, taken: Intake) -> Entry | None:
-        """Put a clone into the memory tier, if that takes one of its size."""
-        nbytes, n_arrays = intake.size_of(taken.cache)
+    def _remember(
+        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: _Wish
+    ) -> Entry | None:
+        """Put a copy into the memory tier, if that takes one of its size."""
+        nbytes, n_arrays = taken.size()
         if not self._memory.admits(nbytes):
             return None
+        kind, _, pin, _ = wish
         entry = Entry(
-            namespace=new.namespace,
-            text=taken.text,
-            layers=taken.layers,
-            tokens=new.tokens,
-            cache=taken.clone(),
+            namespace=namespace,
+            tokens=ids,
+            capture=taken.capture(),
             nbytes=nbytes,
             n_arrays=n_arrays,
-            kind=new.kind,
-            keep=new.kind == "system" or new.pinned,
+            kind=kind,
+            keep=kind == "system" or pin,
         )
         self._memory.add(entry)
         return entry
 
-    def _save(
-        self, new: NewSnapshot, entry: Entry | None, taken: Intake | None = None
-    ) -> None:
-        """Queue what is new for the disk tier.
-
-        The rows come from *entry*, where they lie; without one from *taken*, as a
-        copy if little is new, so that the caller's next update need not copy all.
-        """
-        start = self._n_on_disk(new)
-        n_new = len(new.tokens) - start
+    def _save(self, new: NewSnapshot, entry: Entry | None) -> None:
+        """Queue what is new for the disk tier."""
+        n_new = len(new.tokens) - self._n_on_disk(
+            new.namespace, new.capture.text, new.tokens
+        )
+        state_bytes = sum(array.nbytes for array in new.capture.state)
+        nbytes = n_new * token_bytes(new.layers) + state_bytes
         if entry is not None:
-            new = dataclasses.replace(new, sources=intake.rows_of(entry.cache))
             entry.pending = True
-        elif taken is not None and n_new <= start:
-            new = dataclasses.replace(new, sources=taken.rows(start), first=start)
-        elif taken is not None:
-            new = dataclasses.replace(new, sources=intake.rows_of(taken.clone()))
-        nbytes = n_new * token_bytes(from_text(new.text))
         run = functools.partial(self._run_save, new, entry)
         if not self._writer.submit(run, nbytes, self._insert_timeout_s):
             self._counters.note("queue-full", "the disk is too slow: not written")
             if entry is not None:
                 self._memory.settle(entry, durable=False)
 
-    def _n_on_disk(self, new: NewSnapshot) -> int:
+    def _n_on_disk(self, namespace: Namespace, text: str, ids: Tokens) -> int:
         """Return how many of the tokens are stored. The writer looks again, since
         others write as well."""
         assert self._disk is not None
-        found, _, _ = self._disk.find(
-            new.namespace, new.tokens, lambda layers: to_text(layers) == new.text
-        )
-        return found.n_tokens
+        return self._disk.n_stored(namespace, text, ids)
 
     def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
         """Write one prompt. On the writer's thread."""
@@ -413,10 +413,10 @@ class PromptStore:
             self._write_back(entry)
 
     def _write_back(self, entry: Entry) -> None:
-        if entry.layers is None or len(entry.tokens) < self._min_tokens:
+        if entry.capture.layers is None or len(entry.tokens) < self._min_tokens:
             return
-        new = NewSnapshot(entry.namespace, entry.text, entry.tokens, entry.kind)
         try:
+            new = NewSnapshot(entry.namespace, entry.tokens, entry.capture, entry.kind)
             self._save(new, entry)
         except Exception as error:  # one of three places that may: counted
             self._counters.trouble(error)
@@ -475,9 +475,9 @@ class PromptStore:
         if self._disk is None:
             return
         with contextlib.suppress(Exception):
-            found, layout, _ = self._disk.find(namespace, ids[:-1], lambda _: True)
-            if layout is not None:
-                self._disk.read_ahead(found, layout)
+            look_up, _ = self._disk.look_up(namespace, ids[:-1], lambda _: True)
+            if look_up is not None:
+                self._disk.read_ahead(look_up)
 
     def explain(
         self, namespace: Namespace, tokens: Any, *, like: Sequence[Any] | None = None
@@ -494,9 +494,10 @@ class PromptStore:
             reason = Reason(ReasonKind.NO_ENTRY, n_memory)
             left = n_memory < len(usable)
             return Explanation(n_memory, 0, n_memory, reason if left else None, None)
-        found, _, reason_ = self._find(namespace, usable, n_memory, like)
-        nearest = self._info(found.chain[-1]) if found.chain else None
-        n_disk = found.n_tokens
+        look_up, reason_ = self._look_up(namespace, usable, n_memory, like)
+        chain = look_up.found.chain if look_up is not None else ()
+        nearest = self._info(chain[-1]) if chain else None
+        n_disk = look_up.plan.n_tokens if look_up is not None else 0
         return Explanation(n_memory, n_disk, max(n_memory, n_disk), reason_, nearest)
 
     def snapshots(self, namespace: Namespace | None = None) -> Iterator[SnapshotInfo]:
@@ -635,9 +636,25 @@ class PromptStore:
 def _entry_fits(entry: Entry, like: Sequence[Any] | None) -> bool:
     if like is None:
         return True
-    if entry.layers is not None:
-        return codecs.fits(entry.layers, like)
-    return [type(layer) for layer in entry.cache] == [type(layer) for layer in like]
+    if entry.capture.layers is not None:
+        return codecs.fits(entry.capture.layers, like)
+    return [type(x) for x in entry.capture.cache] == [type(x) for x in like]
+
+
+def _why(look_up: LookUp, n_usable: int, n_memory: int) -> Reason | None:
+    """Say why no more than this can be matched, given what memory has."""
+    found, n_disk = look_up.found, look_up.plan.n_tokens
+    n_tokens = max(n_disk, n_memory)
+    if n_tokens == n_usable:
+        return None
+    if found.n_tokens > n_tokens:
+        kind = resume.stopping_kind(look_up.layers)
+        return Reason(ReasonKind.NOT_RESUMABLE, n_tokens, kind)
+    if found.n_tokens == n_tokens and found.expired:
+        return Reason(ReasonKind.EXPIRED, n_tokens)
+    if found.n_tokens == n_tokens and found.diverges:
+        return Reason(ReasonKind.DIVERGED, n_tokens)
+    return Reason(ReasonKind.NO_ENTRY, n_tokens)
 
 
 def _check_options(write: str, verify: str) -> None:

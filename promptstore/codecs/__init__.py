@@ -1,27 +1,35 @@
 """How each kind of cache layer is taken apart and put together again."""
 
 from promptstore.codecs.cache import (
+    Leaf,
     clone,
+    copy_state,
     cut,
     describe,
     fits,
-    has_codecs,
+    leaves_of,
     n_cached,
-    part_arrays,
     rebuild,
+    take_apart,
+    unknown_classes,
 )
-from promptstore.codecs.table import Codec, codec_by_tag, codec_of
+from promptstore.codecs.codec import Codec, LayerKind
+from promptstore.codecs.table import codec_by_tag, codec_of
 
 __all__ = [
     "Codec",
+    "LayerKind",
+    "Leaf",
     "clone",
     "codec_by_tag",
     "codec_of",
+    "copy_state",
     "cut",
     "describe",
     "fits",
-    "has_codecs",
+    "leaves_of",
     "n_cached",
-    "part_arrays",
     "rebuild",
+    "take_apart",
+    "unknown_classes",
 ]

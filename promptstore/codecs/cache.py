@@ -1,34 +1,67 @@
-"""Whole prompt caches: lists of layers, each with the codec of its class."""
+"""Whole prompt caches: trees of layers, each leaf with the codec of its class."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from promptstore.codecs.table import Codec, codec_by_tag, codec_of
+from promptstore.buffers import dtype_name, empty, plain
+from promptstore.codecs.codec import Codec
+from promptstore.codecs.table import (
+    COMPOSITE,
+    class_of,
+    codec_by_tag,
+    codec_of,
+    composite_class,
+)
 from promptstore.errors import NotCovered
 from promptstore.layers import Layer, Layers
+from promptstore.ranges import Run
 
 
-def _codecs(cache: Sequence[Any]) -> list[Codec]:
-    codecs = [codec_of(layer) for layer in cache]
-    unknown = sorted(
-        {
-            type(layer).__name__
-            for layer, codec in zip(cache, codecs, strict=True)
-            if codec is None
-        }
-    )
-    if unknown:
-        raise NotCovered(f"no codec for {', '.join(unknown)}")
-    return [codec for codec in codecs if codec is not None]
+@dataclass(frozen=True)
+class Leaf:
+    """A live leaf layer, taken apart.
+
+    Args:
+        arrays: Its row parts, as they are.
+        runs: Where the rows of the tokens lie.
+        ring: How its window lies.
+        state: Its other arrays by name.
+    """
+
+    arrays: list[mx.array]
+    runs: tuple[Run, ...]
+    ring: int | None
+    state: dict[str, mx.array]
 
 
-def has_codecs(cache: Sequence[Any]) -> bool:
-    """Whether every layer's class is in the table."""
-    return all(codec_of(layer) is not None for layer in cache)
+def leaves_of(cache: Sequence[Any]) -> Iterator[Any]:
+    """Yield the live layers that hold arrays themselves, in order."""
+    composite = composite_class()
+    for layer in cache:
+        if composite is not None and type(layer) is composite:
+            yield from leaves_of(layer.caches)
+        else:
+            yield layer
+
+
+def _codecs(cache: Sequence[Any]) -> list[tuple[Codec, Any]]:
+    pairs = [(codec_of(leaf), leaf) for leaf in leaves_of(cache)]
+    known = [(codec, leaf) for codec, leaf in pairs if codec is not None]
+    if len(known) < len(pairs):
+        raise NotCovered(f"no codec for {', '.join(unknown_classes(cache))}")
+    return known
+
+
+def unknown_classes(cache: Sequence[Any]) -> list[str]:
+    """Return the names of the classes that are not in the table, sorted."""
+    names = {type(x).__qualname__ for x in leaves_of(cache) if codec_of(x) is None}
+    return sorted(names)
 
 
 def n_cached(cache: Sequence[Any]) -> int:
@@ -36,24 +69,24 @@ def n_cached(cache: Sequence[Any]) -> int:
 
     Never compute it from what was generated: mlx-lm runs one token ahead, and a
     draft model may lag behind its target. Layers that disagree hold together what
-    the shortest holds.
+    the shortest holds; layers that do not tell hold what the others do.
 
     Args:
         cache: A prompt cache, as ``mlx_lm.models.cache.make_prompt_cache`` makes it.
 
     Raises:
-        NotCovered: A layer does not say how many tokens it holds.
+        NotCovered: No layer says how many tokens it holds.
     """
     lengths = []
-    for layer in cache:
-        codec = codec_of(layer)
-        if codec is not None:
-            lengths.append(codec.length(layer))
-        elif isinstance(offset := getattr(layer, "offset", None), int):
+    for leaf in leaves_of(cache):
+        codec = codec_of(leaf)
+        offset = codec.length(leaf) if codec else getattr(leaf, "offset", None)
+        if isinstance(offset, int):
             lengths.append(offset)
-        else:
-            raise NotCovered(f"a {type(layer).__name__} does not say what it holds")
-    return min(lengths, default=0)
+    if not lengths:
+        names = sorted({type(leaf).__name__ for leaf in leaves_of(cache)})
+        raise NotCovered(f"{', '.join(names)} do not say how many tokens they hold")
+    return min(lengths)
 
 
 def describe(cache: Sequence[Any]) -> Layers:
@@ -63,56 +96,91 @@ def describe(cache: Sequence[Any]) -> Layers:
         NotCovered: A class is not in the table.
         ValueError: A layer holds more than one sequence.
     """
-    return tuple(
-        codec.describe(layer)
-        for codec, layer in zip(_codecs(cache), cache, strict=True)
-    )
+    return tuple(_describe(layer) for layer in cache)
 
 
-def part_arrays(cache: Sequence[Any]) -> list[mx.array]:
-    """Return the row parts of all layers in order, padded as they are."""
-    pairs = zip(_codecs(cache), cache, strict=True)
-    return [array for codec, layer in pairs for array in codec.arrays(layer)]
+def _describe(layer: Any) -> Layer:
+    if type(layer) is composite_class():
+        return Layer(COMPOSITE, inner=describe(layer.caches))
+    ((codec, leaf),) = _codecs([layer])
+    return codec.describe(leaf)
 
 
-def rebuild(layers: Layers, arrays: Sequence[mx.array], n_tokens: int) -> list[Any]:
-    """Return a live cache of *n_tokens* on *arrays*, which become its own.
-
-    Args:
-        layers: The description; *arrays* are its row parts in order.
-        arrays: Evaluated, with room for at least *n_tokens*.
-        n_tokens: Tokens that the arrays hold.
+def take_apart(cache: Sequence[Any], n_tokens: int) -> list[Leaf]:
+    """Return the leaves of *cache* as far as they concern its first *n_tokens*.
 
     Raises:
-        NotCovered: A tag is not in the table.
+        NotCovered: A class is not in the table, or live values make no sense.
     """
-    cache, at = [], 0
-    for layer in layers:
-        known = codec_by_tag(layer.tag)
-        if known is None:
-            raise NotCovered(f"no codec for {layer.tag}")
-        codec, cls = known
-        own = list(arrays[at : at + len(layer.parts)])
-        at += len(layer.parts)
-        cache.append(codec.build(cls, layer, own, n_tokens))
-    return cache
+    return [
+        Leaf(
+            codec.arrays(leaf),
+            codec.runs(leaf, n_tokens),
+            codec.ring(leaf) if codec.length(leaf) == n_tokens else None,
+            codec.state(leaf),
+        )
+        for codec, leaf in _codecs(cache)
+    ]
 
 
-def clone(cache: Sequence[Any], n_tokens: int) -> list[Any]:
-    """Return a cache of *n_tokens* that shares memory, but no object, with *cache*.
+def rebuild(layers: Layers, leaves: Sequence[Leaf], n_tokens: int) -> list[Any]:
+    """Return a live cache of *n_tokens* on the arrays of *leaves*, its own from now.
+
+    Raises:
+        NotCovered: A tag or its class is not known here.
+    """
+    supply = iter(leaves)
+    return [_rebuild(layer, supply, n_tokens) for layer in layers]
+
+
+def _rebuild(layer: Layer, supply: Iterator[Leaf], n_tokens: int) -> Any:
+    if layer.tag == COMPOSITE:
+        composite = composite_class()
+        if composite is None:
+            raise NotCovered("this mlx-lm has no CacheList")
+        return composite(*(_rebuild(x, supply, n_tokens) for x in layer.inner))
+    codec, leaf = codec_by_tag(layer.tag), next(supply)
+    cls = class_of(codec)
+    return codec.build(cls, layer, n_tokens, leaf.arrays, leaf.ring, leaf.state)
+
+
+def clone(cache: Sequence[Any]) -> list[Any]:
+    """Return a cache that shares memory, but no object, with *cache*.
 
     An update of either copies first: mlx writes in place only into memory that one
-    array object owns. The arrays are evaluated.
+    array object owns. State is copied, since it may be a view that keeps something
+    far larger alive. The arrays are evaluated and contiguous.
     """
-    arrays = [array[...] for array in part_arrays(cache)]
-    mx.eval(arrays)
-    return rebuild(describe(cache), arrays, n_tokens)
+    copies = [_clone(layer) for layer in cache]
+    leaves = list(leaves_of(copies))
+    mx.eval([codec.arrays(leaf) for codec, leaf in _codecs(leaves)])
+    return copies
+
+
+def _clone(layer: Any) -> Any:
+    if type(layer) is composite_class():
+        return type(layer)(*(_clone(inner) for inner in layer.caches))
+    ((codec, leaf),) = _codecs([layer])
+    rows = [mx.contiguous(array) for array in codec.arrays(leaf)]
+    twin = copy.copy(leaf)
+    codec.attach(twin, rows, copy_state(codec.state(leaf)))
+    return twin
+
+
+def copy_state(state: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return copies of state arrays in memory of their own, evaluated."""
+    whole = {name: mx.contiguous(array) for name, array in state.items()}
+    mx.eval(whole)
+    made = empty([(dtype_name(array), array.shape) for array in whole.values()])
+    for source, target in zip(whole.values(), made, strict=True):
+        plain(target)[:] = plain(source)
+    return dict(zip(whole, made, strict=True))
 
 
 def cut(cache: Sequence[Any], n_tokens: int) -> None:
-    """Drop all but the first *n_tokens* of every layer, in place."""
-    for codec, layer in zip(_codecs(cache), cache, strict=True):
-        codec.cut(layer, n_tokens)
+    """Drop all but the first *n_tokens* of a cache of full attention, in place."""
+    for codec, leaf in _codecs(cache):
+        codec.cut(leaf, n_tokens)
 
 
 def fits(layers: Layers, like: Sequence[Any]) -> bool:
@@ -128,6 +196,8 @@ def fits(layers: Layers, like: Sequence[Any]) -> bool:
 
 
 def _fits(layer: Layer, live: Any) -> bool:
+    if type(live) is composite_class():
+        return layer.tag == COMPOSITE and fits(layer.inner, live.caches)
     codec = codec_of(live)
     return (
         codec is not None

@@ -6,15 +6,16 @@ them is padding, or rows that were trimmed away, and is neither stored nor copie
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from promptstore.buffers import dtype_name
-from promptstore.layers import Layer, RowPart
+from promptstore.codecs.codec import Codec, keys_and_values
+from promptstore.layers import Layer
+from promptstore.ranges import Ranges, Run
 
 
-class FullCodec:
+class FullCodec(Codec):
     """``KVCache``: keys and values in a buffer that grows by steps of 256.
 
     Source: mlx-lm 0.32.2 ``KVCache``; ``state`` is the padded buffer since mlx-lm
@@ -23,8 +24,8 @@ class FullCodec:
 
     tag = "full/1"
     class_name = "KVCache"
-    keeps_room = True
-    part_names: tuple[str, ...] = ("keys", "values")
+    kind = "full"
+    part_names: ClassVar[tuple[str, ...]] = ("keys", "values")
 
     def length(self, layer: Any) -> int:
         """Return the tokens that *layer* holds."""
@@ -32,43 +33,51 @@ class FullCodec:
             return 0
         return min(int(layer.offset), int(self.arrays(layer)[0].shape[2]))
 
+    def describe(self, layer: Any) -> Layer:
+        """Return the description of a *layer* that holds at least one token."""
+        return keys_and_values(self, layer, self.part_names)
+
     def arrays(self, layer: Any) -> list[mx.array]:
         """Return the row parts of *layer*, padded as they are."""
         return [layer.keys, layer.values]
 
-    def settings(self, layer: Any) -> dict[str, int]:
-        """Return what the class was constructed with."""
-        return {}
-
-    def describe(self, layer: Any) -> Layer:
-        """Return the description of a *layer* that holds at least one token.
-
-        Raises:
-            ValueError: It holds more than one sequence.
-        """
-        arrays = self.arrays(layer)
-        if any(array.shape[0] != 1 for array in arrays):
-            raise ValueError(
-                f"a {self.class_name} of {arrays[0].shape[0]} sequences cannot be "
-                "stored; extract one sequence from the batch first"
-            )
-        parts = (
-            RowPart(name, array.shape[1], array.shape[3], dtype_name(array))
-            for name, array in zip(self.part_names, arrays, strict=True)
-        )
-        return Layer(self.tag, tuple(parts), self.settings(layer))
+    def attach(
+        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
+    ) -> None:
+        """Give a live layer these row parts instead of its own."""
+        layer.keys, layer.values = arrays
 
     def cut(self, layer: Any, n_tokens: int) -> None:
-        """Drop all but the first *n_tokens* of *layer*, in place."""
+        """Drop all but the first *n_tokens* of *layer*."""
         layer.offset = n_tokens
 
+    def runs(self, layer: Any, n_tokens: int) -> tuple[Run, ...]:
+        """Return where the rows of tokens below *n_tokens* lie."""
+        return (Run(0, min(n_tokens, self.length(layer)), 0),)
+
+    def needs(self, layer: Layer, n_tokens: int, ring: int | None) -> Ranges:
+        """Return the tokens whose rows are needed to go on from *n_tokens*."""
+        return ((0, n_tokens),)
+
+    def place(
+        self, layer: Layer, n_tokens: int, room: int, ring: int | None
+    ) -> tuple[int, tuple[Run, ...]]:
+        """Return how many rows to allocate, and where the needed ones go."""
+        return room, (Run(0, n_tokens, 0),)
+
     def build(
-        self, cls: type[Any], layer: Layer, arrays: list[mx.array], n_tokens: int
+        self,
+        cls: type[Any],
+        layer: Layer,
+        n_tokens: int,
+        arrays: list[mx.array],
+        ring: int | None,
+        state: dict[str, mx.array],
     ) -> Any:
-        """Return a live layer of *n_tokens* on *arrays*, which become its own."""
-        cache = cls()
-        cache.keys, cache.values = arrays
-        cache.offset = n_tokens
+        """Return a live layer of *n_tokens* on arrays, which become its own."""
+        cache = cls(**layer.settings)
+        self.attach(cache, arrays, state)
+        self.cut(cache, n_tokens)
         return cache
 
 
@@ -76,29 +85,27 @@ class ConcatenateCodec(FullCodec):
     """``ConcatenateKVCache``: exact arrays without room.
 
     Its own ``trim`` moves the offset only and comes undone at the next update, so a
-    cut here takes the rows away.
+    layer is always built on arrays of exactly its tokens.
 
     Source: mlx-lm 0.32.2 ``ConcatenateKVCache``.
     """
 
     tag = "concatenate/1"
     class_name = "ConcatenateKVCache"
-    keeps_room = False
+
+    def place(
+        self, layer: Layer, n_tokens: int, room: int, ring: int | None
+    ) -> tuple[int, tuple[Run, ...]]:
+        """Return how many rows to allocate, and where the needed ones go."""
+        return n_tokens, (Run(0, n_tokens, 0),)
 
     def cut(self, layer: Any, n_tokens: int) -> None:
-        """Drop all but the first *n_tokens* of *layer*, in place."""
-        layer.keys = mx.contiguous(layer.keys[:, :, :n_tokens])
-        layer.values = mx.contiguous(layer.values[:, :, :n_tokens])
+        """Drop all but the first *n_tokens* of *layer*."""
+        if layer.keys.shape[2] != n_tokens:
+            layer.keys = mx.contiguous(layer.keys[:, :, :n_tokens])
+            layer.values = mx.contiguous(layer.values[:, :, :n_tokens])
+            mx.eval(layer.keys, layer.values)
         layer.offset = n_tokens
-
-    def build(
-        self, cls: type[Any], layer: Layer, arrays: list[mx.array], n_tokens: int
-    ) -> Any:
-        """Return a live layer of *n_tokens* on *arrays*, which become its own."""
-        cache = super().build(cls, layer, arrays, n_tokens)
-        if arrays[0].shape[2] != n_tokens:
-            self.cut(cache, n_tokens)
-        return cache
 
 
 class QuantizedCodec(FullCodec):
@@ -126,11 +133,8 @@ class QuantizedCodec(FullCodec):
         """Return what the class was constructed with."""
         return {"bits": int(layer.bits), "group_size": int(layer.group_size)}
 
-    def build(
-        self, cls: type[Any], layer: Layer, arrays: list[mx.array], n_tokens: int
-    ) -> Any:
-        """Return a live layer of *n_tokens* on *arrays*, which become its own."""
-        cache = cls(**layer.settings)
-        cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
-        cache.offset = n_tokens
-        return cache
+    def attach(
+        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
+    ) -> None:
+        """Give a live layer these row parts instead of its own."""
+        layer.keys, layer.values = tuple(arrays[:3]), tuple(arrays[3:])

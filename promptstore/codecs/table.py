@@ -7,58 +7,74 @@ that was read from a file; a subclass may behave otherwise and is unknown.
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+import importlib
+from typing import Any
 
-import mlx.core as mx
-
+from promptstore.codecs.codec import Codec
 from promptstore.codecs.full import ConcatenateCodec, FullCodec, QuantizedCodec
-from promptstore.layers import Layer
+from promptstore.codecs.state import ArraysCodec, CompressedCodec
+from promptstore.codecs.window import ChunkedCodec, RotatingCodec
+from promptstore.errors import NotCovered
 
+COMPOSITE = "composite/1"
+"""The tag of mlx-lm's ``CacheList``, which holds layers and nothing else."""
 
-class Codec(Protocol):
-    """How one kind of layer is taken apart and put together again.
-
-    Attributes:
-        tag: The kind and its format number, as files carry it.
-        class_name: Its class in ``mlx_lm.models.cache``.
-        keeps_room: Whether its buffers may have rows behind the last token.
-    """
-
-    tag: str
-    class_name: str
-    keeps_room: bool
-
-    def length(self, layer: Any) -> int: ...
-    def arrays(self, layer: Any) -> list[mx.array]: ...
-    def settings(self, layer: Any) -> dict[str, int]: ...
-    def describe(self, layer: Any) -> Layer: ...
-    def cut(self, layer: Any, n_tokens: int) -> None: ...
-    def build(
-        self, cls: type[Any], layer: Layer, arrays: list[mx.array], n_tokens: int
-    ) -> Any: ...
-
-
-CODECS: tuple[Codec, ...] = (FullCodec(), ConcatenateCodec(), QuantizedCodec())
+CODECS: tuple[Codec, ...] = (
+    FullCodec(),
+    ConcatenateCodec(),
+    QuantizedCodec(),
+    RotatingCodec(),
+    ChunkedCodec(),
+    ArraysCodec(),
+    CompressedCodec(),
+)
 _CODEC_BY_TAG = {codec.tag: codec for codec in CODECS}
+_CODEC_BY_NAME = {(codec.module, codec.class_name): codec for codec in CODECS}
 
 
 @functools.cache
-def _codec_by_class() -> dict[type[Any], Codec]:
+def live_class(module: str, name: str) -> type[Any] | None:
+    """Return a class of the installed mlx-lm, or ``None`` if it has none such."""
     # Importing mlx_lm takes seconds; whoever has a live cache has paid already.
-    from mlx_lm.models import cache
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
 
-    return {getattr(cache, codec.class_name): codec for codec in CODECS}
+
+def composite_class() -> type[Any] | None:
+    """Return mlx-lm's ``CacheList``."""
+    return live_class("mlx_lm.models.cache", "CacheList")
 
 
 def codec_of(layer: Any) -> Codec | None:
-    """Return the codec of a live *layer*, or ``None`` for a class not in the table."""
-    return _codec_by_class().get(type(layer))
+    """Return the codec of a live leaf layer, or ``None`` for a class not known."""
+    cls = type(layer)
+    codec = _CODEC_BY_NAME.get((cls.__module__, cls.__qualname__))
+    if codec is None or live_class(codec.module, codec.class_name) is not cls:
+        return None
+    return codec
 
 
-def codec_by_tag(tag: str) -> tuple[Codec, type[Any]] | None:
-    """Return the codec and the live class of a *tag* read from a file, if known."""
+def codec_by_tag(tag: str) -> Codec:
+    """Return the codec of a *tag* read from a file.
+
+    Raises:
+        NotCovered: There is none.
+    """
     codec = _CODEC_BY_TAG.get(tag)
     if codec is None:
-        return None
-    (cls,) = [cls for cls, known in _codec_by_class().items() if known is codec]
-    return codec, cls
+        raise NotCovered(f"no codec for {tag}")
+    return codec
+
+
+def class_of(codec: Codec) -> type[Any]:
+    """Return the live class of a codec.
+
+    Raises:
+        NotCovered: The installed mlx-lm does not have it.
+    """
+    cls = live_class(codec.module, codec.class_name)
+    if cls is None:
+        raise NotCovered(f"this mlx-lm has no {codec.module}.{codec.class_name}")
+    return cls

@@ -75,13 +75,27 @@ class Index:
                 self._db.execute("commit")
 
     def row_at(self, layout: Layout, tokens: Tokens) -> Row | None:
-        """Return the snapshot that ends with exactly *tokens*."""
+        """Return the snapshot that ends with exactly *tokens*, a checkpoint first."""
         found = self._rows(
-            "where layout = ? and end_digest = ?",
+            "where layout = ? and end_digest = ? order by start_token desc",
             layout.id,
             prefix.end_digest(layout.seed, tokens),
         )
         return found[0] if found else None
+
+    def checkpoints(self, found: Found) -> list[Row]:
+        """Return the checkpoints on a chain, the deepest first."""
+        rows: list[Row] = []
+        now = time.time_ns()
+        for row, _, hi in found.pieces:
+            rows += self._rows(
+                "where parent = ? and first_token is null and start_token <= ? "
+                "and (expires_ns is null or expires_ns > ?)",
+                row.id,
+                hi,
+                now,
+            )
+        return sorted(rows, key=lambda row: row.end, reverse=True)
 
     def rows(self) -> list[Row]:
         """Return all snapshots, the most recently used first."""
@@ -171,26 +185,28 @@ class Index:
         """
         now = time.time_ns()
         end = len(new.tokens)
-        own = new.tokens[new.start :]
+        start = new.extent.start
+        own = new.tokens[start:]
         chain = prefix.Chain(new.layout.seed, new.tokens)
         with self.transaction():
-            if new.parent is not None and not self._exists(new.parent, new.start):
+            if new.parent is not None and not self._exists(new.parent, start):
                 raise ParentGone
             self._release_label(new.layout.id, new.label)
             done = self._db.execute(
                 "insert into snapshots (name, layout, parent, start_token, end_token, "
-                "first_token, tokens, end_digest, nbytes, checksums, kind, label, "
-                "pinned, created_ns, used_ns, expires_ns) "
-                "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-                "on conflict (layout, end_digest) do nothing",
+                "first_token, tokens, extent, end_digest, nbytes, checksums, kind, "
+                "label, pinned, created_ns, used_ns, expires_ns) "
+                "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "on conflict (layout, end_digest, start_token = end_token) do nothing",
                 (
                     new.name,
                     new.layout.id,
                     new.parent,
-                    new.start,
+                    start,
                     end,
                     int(own[0]) if len(own) else None,
                     pack(own),
+                    new.extent.to_text(),
                     chain.end(),
                     new.nbytes,
                     new.checksums,
@@ -204,7 +220,7 @@ class Index:
             )
             if not done.rowcount:
                 raise Duplicate
-            boundaries = range(new.start // prefix.BLOCK + 1, end // prefix.BLOCK + 1)
+            boundaries = range(start // prefix.BLOCK + 1, end // prefix.BLOCK + 1)
             self._db.executemany(
                 "insert into prefixes values (?, ?, ?) on conflict do nothing",
                 [(chain[b], b * prefix.BLOCK, done.lastrowid) for b in boundaries],

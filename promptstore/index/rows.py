@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from promptstore.extent import Extent
 from promptstore.tokens import Tokens
 
 
@@ -31,6 +32,7 @@ class Row:
     start: int
     end: int
     tokens: Tokens
+    extent: Extent
     nbytes: int
     checksums: bytes
     kind: str
@@ -41,6 +43,11 @@ class Row:
     expires_ns: int | None
     hits: int
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it adds no tokens to its parent."""
+        return self.start == self.end
+
 
 @dataclass(frozen=True)
 class NewRow:
@@ -49,7 +56,7 @@ class NewRow:
     name: str
     layout: Layout
     parent: int | None
-    start: int
+    extent: Extent
     tokens: Tokens  # of the whole prompt, [0, end)
     nbytes: int
     checksums: bytes
@@ -73,6 +80,7 @@ def select(db: sqlite3.Connection, where: str, *args: object) -> list[Row]:
 def _row(values: tuple[Any, ...]) -> Row:
     named = dict(zip(_FIELDS, values, strict=True))
     named["tokens"] = unpack(named["tokens"], named["end"] - named["start"])
+    named["extent"] = Extent.from_text(named["extent"], named["start"], named["end"])
     named["pinned"] = bool(named["pinned"])
     return Row(**named)
 

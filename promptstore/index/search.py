@@ -31,6 +31,8 @@ class Found:
     @property
     def pieces(self) -> list[tuple[Row, int, int]]:
         """Each snapshot with the tokens ``[lo, hi)`` that it serves."""
+        if not self.chain:
+            return []
         ends = [row.start for row in self.chain[1:]] + [self.n_tokens]
         return [(row, row.start, hi) for row, hi in zip(self.chain, ends, strict=True)]
 
