@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from promptstore import buffers, codecs, resume
 from promptstore.codecs import Leaf
 from promptstore.errors import NotCovered
 from promptstore.extent import StateArray
-from promptstore.layers import Layers, to_text
+from promptstore.layers import Layers, is_whole, to_text
 from promptstore.layers import leaves as leaf_layers
 from promptstore.ranges import Ranges, Run, clip, of_runs
 from promptstore.restore import rings_of, state_arrays
@@ -45,6 +45,11 @@ class Capture:
     cache: list[Any]
     leaves: list[Leaf]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be used only whole."""
+        return self.layers is None or is_whole(self.text)
+
     def held(self, leaf: int) -> Ranges:
         """Return the tokens of which the rows of a leaf are held."""
         return of_runs(self.leaves[leaf].runs)
@@ -62,13 +67,15 @@ class Capture:
     @functools.cached_property
     def is_cuttable(self) -> bool:
         """Whether every position can be resumed."""
-        return self.layers is not None and resume.is_cuttable(self.layers)
+        if self.layers is None or self.is_whole:
+            return False
+        return resume.is_cuttable(self.layers)
 
     def resumable(self, limit: int) -> int:
         """Return the deepest position up to *limit* that can be resumed."""
         if limit >= self.n_tokens:
             return self.n_tokens
-        if self.layers is None or resume.has_state(self.layers):
+        if self.layers is None or self.is_whole or resume.has_state(self.layers):
             return 0
         return resume.deepest(self.layers, limit, self.held)
 
@@ -141,8 +148,20 @@ class Intake:
         return Capture(self.layers, self.text, self.n_tokens, cache, leaves)
 
 
-def take_in(cache: Sequence[Any], n_asked: int) -> Intake:
+def take_in(
+    cache: Sequence[Any],
+    n_asked: int,
+    *,
+    n_target: int | None = None,
+    is_exact: Callable[[int], bool] = lambda _: True,
+) -> Intake:
     """Look at what *cache* really holds of the *n_asked* tokens of its key.
+
+    Args:
+        cache: The caller's layers.
+        n_asked: Tokens of its key.
+        n_target: Where a draft model's layers begin.
+        is_exact: Whether the KV of so many tokens is a function of its prefix.
 
     Raises:
         TypeError: It is no list of layers.
@@ -168,13 +187,16 @@ def take_in(cache: Sequence[Any], n_asked: int) -> Intake:
         return Intake(cache, None, text, n_tokens)
     if not n_tokens:
         return Intake(cache, (), "[]", 0)
-    layers = codecs.describe(cache)
-    _require_resumable(cache, layers, n_held, n_tokens, n_asked)
-    return Intake(cache, layers, to_text(layers), n_tokens)
+    layers = codecs.describe(cache, n_target)
+    whole = not is_exact(max([n_held, *_lengths(cache)]))
+    if whole and n_held > n_asked:
+        raise ValueError(_too_long(n_held, n_asked, "length-dependent rope"))
+    _require_resumable(cache, layers, n_tokens, n_asked)
+    return Intake(cache, layers, to_text(layers, whole=whole), n_tokens)
 
 
 def _require_resumable(
-    cache: Sequence[Any], layers: Layers, n_held: int, n_tokens: int, n_asked: int
+    cache: Sequence[Any], layers: Layers, n_tokens: int, n_asked: int
 ) -> None:
     """Refuse a cache that cannot be gone on with after *n_tokens*."""
     try:

@@ -169,7 +169,9 @@ class DiskTier:
         """Return how many of *tokens* one layout has, resumable or not."""
         for layout in self.index.layouts(namespace):
             if layout.layers == text:
-                return self.index.find(layout, tokens).n_tokens
+                n_tokens = self.index.find(layout, tokens).n_tokens
+                is_useful = n_tokens == len(tokens) or not layout.is_whole
+                return n_tokens if is_useful else 0
         return 0
 
     def _plan(self, index: Index, layers: Layers, found: Found) -> Plan:
@@ -242,6 +244,8 @@ class DiskTier:
             with contextlib.suppress(ParentGone):
                 found = self._writer.find(layout, new.tokens)
                 if found.n_tokens < len(new.tokens):
+                    if layout.is_whole:
+                        found = Found()  # nothing of another run is continued
                     extent = self._rows_extent(new, found)
                     self._write(layout, new, found, extent)
                     found = self._writer.find(layout, new.tokens)

@@ -25,6 +25,7 @@ from typing import Any
 import platformdirs
 
 from promptstore.errors import ModelUnreadable
+from promptstore.positions import exact_until
 
 _MEMORY_NAME = "promptstore-files.json"
 _MAX_REMEMBERED = 4096
@@ -45,10 +46,12 @@ class ModelIdentity:
     Args:
         weights: SHA-256 over the content of the weight files.
         config: SHA-256 over all else that mlx-lm builds the model from.
+        exact_until: Tokens up to which its KV may be cut; ``None`` for all.
     """
 
     weights: str
     config: str
+    exact_until: int | None = None
 
 
 def of_model(path: Path) -> ModelIdentity:
@@ -81,6 +84,7 @@ def of_model(path: Path) -> ModelIdentity:
     return ModelIdentity(
         weights=_digest(sorted(digests[file] for file in weights)),
         config=_digest([config, {part: digests[file] for part, file in parts.items()}]),
+        exact_until=exact_until(config),
     )
 
 

@@ -60,6 +60,11 @@ class Layer:
 
 Layers = tuple[Layer, ...]
 
+DRAFT = "draft/1"
+"""The tag of what stands for a draft model's layers behind the target's."""
+
+_WHOLE = "whole "
+
 
 def leaves(layers: Layers) -> Layers:
     """Return the layers that hold arrays themselves, in order."""
@@ -74,9 +79,19 @@ def token_bytes(layers: Layers) -> int:
     return sum(layer.token_bytes for layer in leaves(layers))
 
 
-def to_text(layers: Layers) -> str:
-    """Return the canonical text of *layers*; equal layers have equal texts."""
-    return json.dumps(_to_json(layers), sort_keys=True, separators=(",", ":"))
+def to_text(layers: Layers, *, whole: bool = False) -> str:
+    """Return the canonical text of *layers*; equal layers have equal texts.
+
+    Args:
+        whole: Mark caches that can be used only whole, which never meet others.
+    """
+    text = json.dumps(_to_json(layers), sort_keys=True, separators=(",", ":"))
+    return _WHOLE + text if whole else text
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text is of caches that can be used only whole."""
+    return text.startswith(_WHOLE)
 
 
 def from_text(text: str) -> Layers:
@@ -86,7 +101,7 @@ def from_text(text: str) -> Layers:
         ValueError: It is not one.
     """
     try:
-        layers = _from_json(json.loads(text))
+        layers = _from_json(json.loads(text.removeprefix(_WHOLE)))
         token_bytes(layers)
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"not a description of layers: {error}") from error

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from promptstore.codecs import n_cached
+from promptstore import chat
+from promptstore.codecs import codec_of, leaves_of, n_cached
 from promptstore.errors import NotCovered
 from promptstore.store import PromptStore
 from promptstore.tokens import Tokens, as_tokens
-from promptstore.types import Match, Namespace
+from promptstore.types import Kind, Match, Namespace
 
 Progress = Callable[[int, int], None]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -30,6 +33,8 @@ def stream_generate(
     store: PromptStore,
     namespace: Namespace,
     on_match: Callable[[Match], None] | None = None,
+    checkpoints: Sequence[int] | None = None,
+    checkpoint_every: int = 8192,
     draft_model: Any = None,
     **kwargs: Any,
 ) -> Generator[Any, None, None]:
@@ -46,6 +51,12 @@ def stream_generate(
         store: Where prompt caches are kept.
         namespace: Of the model, with *draft_model* and adapter if there are any.
         on_match: Called with the match before the prefill begins.
+        checkpoints: Positions in the prompt to store on the way, for models with
+            sliding windows or recurrent state, whose cache cannot be cut later.
+            Default: the end of the system prompt and of the last turn, by the
+            tokenizer's chat template.
+        checkpoint_every: Tokens between further checkpoints of models with state;
+            0 for none. Each holds the whole state.
         draft_model: A draft model; its layers are stored with the target's.
         kwargs: The options of ``mlx_lm.stream_generate``. *prompt_progress_callback*
             counts the whole prompt; *logits_processors* see all of its tokens. With
@@ -53,7 +64,7 @@ def stream_generate(
 
     Yields:
         ``GenerationResponse``; *prompt_tokens* counts the whole prompt and
-        *prompt_tps* the tokens that were really prefilled.
+        *prompt_tps* the tokens that were prefilled last.
 
     Raises:
         ValueError: The prompt is empty, or *prompt_cache* is given.
@@ -76,20 +87,9 @@ def stream_generate(
     match, fresh = _match(store, namespace, tokens, model, draft_model, kwargs)
     if on_match is not None:
         on_match(match)
-    cache = match.cache if match.cache is not None else fresh
-    _see_whole_prompt(kwargs, tokens, match.n_tokens)
-    history = tokens.tolist()
-    responses = mlx_lm.stream_generate(
-        model, tokenizer, mx.array(tokens[match.n_tokens :]), prompt_cache=cache,
-        **kwargs,
-    )  # fmt: skip
-    try:
-        for response in responses:
-            history.append(response.token)
-            yield dataclasses.replace(response, prompt_tokens=len(tokens))
-    finally:
-        responses.close()
-        _insert(store, namespace, history, cache)
+    run = _Run(store, namespace, tokens, match, fresh, [model, draft_model], kwargs)
+    stops = _stops(fresh, tokenizer, tokens, checkpoints, checkpoint_every)
+    yield from run.generate(tokenizer, stops)
 
 
 def generate(
@@ -144,6 +144,7 @@ def prefill(
     *,
     step_size: int = 2048,
     progress: Progress | None = None,
+    quantize: Callable[[list[Any]], None] | None = None,
 ) -> None:
     """Compute the KV of *tokens* behind what *cache* holds; its layers are updated.
 
@@ -153,6 +154,7 @@ def prefill(
         cache: A live cache.
         step_size: Tokens at once, as mlx-lm's *prefill_step_size*.
         progress: Called with the tokens done so far and their total.
+        quantize: Called with the cache after each step.
     """
     ids = as_tokens(tokens)
     total = len(ids)
@@ -160,10 +162,173 @@ def prefill(
         if progress is not None:
             progress(start, total)
         model(mx.array(ids[start : start + step_size])[None], cache=cache)
+        if quantize is not None:
+            quantize(cache)
         mx.eval([layer.state for layer in cache])
         mx.clear_cache()
     if progress is not None:
         progress(total, total)
+
+
+class _Run:
+    """One generation: which tokens the live cache covers, at every moment.
+
+    While the model runs, layers may disagree; *at_rest* tells that it does not, and
+    *n_safe* how many tokens were covered when it last did not.
+    """
+
+    def __init__(
+        self,
+        store: PromptStore,
+        namespace: Namespace,
+        tokens: Tokens,
+        match: Match,
+        fresh: list[Any],
+        models: list[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._tokens = tokens
+        self._cache = match.cache if match.cache is not None else fresh
+        self._models = [model for model in models if model is not None]
+        self._kwargs = kwargs
+        self._history: list[int] = tokens.tolist()
+        self._n_done = self._n_safe = match.n_tokens
+        self._at_rest = True
+        self._n_target = len(make_prompt_cache(models[0], kwargs.get("max_kv_size")))
+        self._progress: Progress = (
+            kwargs.get("prompt_progress_callback") or _no_progress
+        )
+
+    def generate(
+        self, tokenizer: Any, stops: dict[int, Kind]
+    ) -> Generator[Any, None, None]:
+        """Prefill with stops to store on the way, generate, insert in the end."""
+        try:
+            for position in sorted(stops):
+                if self._n_done < position < len(self._tokens):
+                    self._prefill_to(position)
+                    self._insert(position, stops[position])
+            yield from self._generate(tokenizer)
+        finally:
+            self._insert_what_is_sure()
+
+    def _generate(self, tokenizer: Any) -> Generator[Any, None, None]:
+        rest = mx.array(self._tokens[self._n_done :])
+        _see_whole_prompt(self._kwargs, self._tokens[: self._n_done])
+        self._kwargs["prompt_progress_callback"] = self._note
+        responses = mlx_lm.stream_generate(
+            self._models[0], tokenizer, rest, prompt_cache=self._cache, **self._kwargs
+        )
+        try:
+            self._at_rest = False
+            for response in responses:
+                self._history.append(response.token)
+                self._n_safe = len(self._history)
+                self._at_rest = True
+                yield dataclasses.replace(response, prompt_tokens=len(self._tokens))
+                self._at_rest = False
+            self._at_rest = True
+        finally:
+            responses.close()
+
+    def _prefill_to(self, position: int) -> None:
+        rest = self._tokens[self._n_done : position]
+        target, draft = self._cache[: self._n_target], self._cache[self._n_target :]
+        parts = [target, draft] if draft else [self._cache]
+        step_size = self._kwargs.get("prefill_step_size") or 2048
+        self._at_rest = False
+        for part, model in zip(parts, self._models, strict=True):
+            note = self._note if part is parts[-1] else None
+            prefill(model, rest, part, step_size=step_size, progress=note,
+                    quantize=self._quantize)  # fmt: skip
+        self._cache[:] = [layer for part in parts for layer in part]
+        self._n_done = self._n_safe = position
+        self._at_rest = True
+
+    def _quantize(self, cache: list[Any]) -> None:
+        """Do to a cache what mlx-lm does after each step."""
+        bits = self._kwargs.get("kv_bits")
+        start = self._kwargs.get("quantized_kv_start", 5000)
+        group_size = self._kwargs.get("kv_group_size", 64)
+        quantize: Any = maybe_quantize_kv_cache
+        quantize(cache, start, group_size, bits)
+
+    def _note(self, done: int, total: int) -> None:
+        """Count the whole prompt for the caller's callback."""
+        self._n_safe = max(
+            self._n_safe, min(self._n_done + done, len(self._tokens) - 1)
+        )
+        self._at_rest = True
+        self._progress(self._n_done + done, len(self._tokens))
+        self._at_rest = False
+
+    def _insert(self, n_tokens: int, kind: Kind) -> None:
+        n_target = self._n_target
+        n_target_ = n_target if n_target < len(self._cache) else None
+        with contextlib.suppress(ValueError):  # a draft that lags cannot always be cut
+            self._store.insert(
+                self._namespace,
+                self._history[:n_tokens],
+                self._cache,
+                kind=kind,
+                n_target=n_target_,
+            )
+
+    def _insert_what_is_sure(self) -> None:
+        """Insert all that the cache holds; if the model was stopped in the middle of
+        a step, only what was whole before, which needs layers that can be cut."""
+        if self._at_rest:
+            n_tokens = len(self._history)
+            with contextlib.suppress(NotCovered):  # pure state holds what it was given
+                n_tokens = min(n_tokens, n_cached(self._cache))
+            self._insert(n_tokens, "assistant")
+        elif _is_full(self._cache):
+            self._insert(self._n_safe, "assistant")
+
+
+def _no_progress(done: int, total: int) -> None:
+    return
+
+
+def _is_full(cache: list[Any]) -> bool:
+    kinds = [codec.kind if codec else None for codec in map(codec_of, leaves_of(cache))]
+    return all(kind == "full" for kind in kinds)
+
+
+def _has_state(cache: list[Any]) -> bool:
+    codecs = [codec_of(leaf) for leaf in leaves_of(cache)]
+    return any(codec is not None and codec.kind == "state" for codec in codecs)
+
+
+def _stops(
+    fresh: list[Any],
+    tokenizer: Any,
+    tokens: Tokens,
+    checkpoints: Sequence[int] | None,
+    every: int,
+) -> dict[int, Kind]:
+    """Return where to store on the way, and what the prompt ends with there."""
+    if _is_full(fresh):
+        return {}
+    stops: dict[int, Kind] = {}
+    if every and _has_state(fresh):
+        stops |= dict.fromkeys(range(every, len(tokens), every), "user")
+    if checkpoints is not None:
+        return stops | dict.fromkeys(checkpoints, "user")
+    found = _boundaries(tokenizer)
+    turn_end, system_end = found.turn_end(tokens), found.system_end(tokens)
+    if turn_end is not None:
+        stops[turn_end] = "user"
+    if system_end is not None:
+        stops[system_end] = "system"
+    return stops
+
+
+@functools.lru_cache(maxsize=8)
+def _boundaries(tokenizer: Any) -> chat.Boundaries:
+    return chat.boundaries(tokenizer)
 
 
 def _match(
@@ -200,17 +365,12 @@ def _quantized(cache: list[Any], bits: int, group_size: int) -> list[Any]:
     ]
 
 
-def _see_whole_prompt(kwargs: dict[str, Any], tokens: Tokens, n_reused: int) -> None:
-    """Make callbacks count and see the tokens that are not prefilled as well."""
-    progress: Progress | None = kwargs.get("prompt_progress_callback")
-    if progress is not None:
-        kwargs["prompt_progress_callback"] = lambda done, total: progress(
-            n_reused + done, n_reused + total
-        )
-    if kwargs.get("logits_processors") and n_reused:
-        reused = mx.array(tokens[:n_reused])
+def _see_whole_prompt(kwargs: dict[str, Any], reused: Tokens) -> None:
+    """Make logits processors see the tokens that are not fed to the model again."""
+    if kwargs.get("logits_processors") and len(reused):
         kwargs["logits_processors"] = [
-            _with_prefix(processor, reused) for processor in kwargs["logits_processors"]
+            _with_prefix(processor, mx.array(reused))
+            for processor in kwargs["logits_processors"]
         ]
 
 
@@ -219,11 +379,3 @@ def _with_prefix(processor: LogitsProcessor, reused: mx.array) -> LogitsProcesso
         return processor(mx.concatenate([reused.astype(tokens.dtype), tokens]), logits)
 
     return process
-
-
-def _insert(
-    store: PromptStore, namespace: Namespace, history: list[int], cache: list[Any]
-) -> None:
-    with contextlib.suppress(NotCovered):  # pure state holds what it was given
-        history = history[: n_cached(cache)]
-    store.insert(namespace, history, cache)

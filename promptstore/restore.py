@@ -15,7 +15,7 @@ from promptstore.codecs import Leaf, codec_by_tag, rebuild
 from promptstore.extent import StateArray
 from promptstore.layers import Layers, leaves
 from promptstore.plan import Plan, Read
-from promptstore.ranges import Ranges
+from promptstore.ranges import Ranges, union
 from promptstore.snapshot import Placed, SnapshotFile, copy_rows
 
 STEP = 256
@@ -115,7 +115,9 @@ def restore(
     def run(read: Read) -> int:
         return _read(read, made, path_of, verify)
 
+    cleared = pool.map(_clear_padding, made.rows)
     nbytes = sum(pool.map(run, plan.plan_reads(plan_, layers)))
+    list(cleared)
     return rebuild(layers, made.leaves, plan_.n_tokens), nbytes
 
 
@@ -142,6 +144,7 @@ def copy(
     wanted = resume.needs(layers, n_tokens, rings)
     for leaf, target, ranges in zip(source, made.rows, wanted, strict=True):
         _copy_leaf(leaf, target, ranges)
+        _clear_padding(target)
     for spec, rows in zip(state, made.state, strict=True):
         rows[:] = buffers.plain(source[spec.leaf].state[spec.name])
     return rebuild(layers, made.leaves, n_tokens)
@@ -160,6 +163,18 @@ def state_arrays(source: Sequence[Leaf]) -> list[StateArray]:
         for index, leaf in enumerate(source)
         for name, array in leaf.state.items()
     ]
+
+
+def _clear_padding(leaf: Sequence[Placed]) -> None:
+    """Zero the rows that no token has: no stale memory must lie in a live cache."""
+    for placed in leaf:
+        at = 0
+        for start, end in union(
+            (run.slot, run.slot + run.hi - run.lo) for run in placed.runs
+        ):
+            placed.rows[:, at:start] = 0
+            at = end
+        placed.rows[:, at:] = 0
 
 
 def _copy_leaf(leaf: Leaf, targets: Sequence[Placed], ranges: Ranges) -> None:

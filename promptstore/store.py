@@ -286,6 +286,7 @@ class PromptStore:
         label: str | None = None,
         pin: bool = False,
         ttl_s: float | None = None,
+        n_target: int | None = None,
     ) -> int:
         """Store the KV of *tokens*; only what is new is copied or written.
 
@@ -303,6 +304,7 @@ class PromptStore:
             label: A name for the prompt; it is taken from whoever has it.
             pin: Protect it from eviction.
             ttl_s: Forget it, and all that continues it, after this many seconds.
+            n_target: Where in *cache* a draft model's layers begin, if it has any.
 
         Returns:
             How many tokens are covered.
@@ -318,7 +320,7 @@ class PromptStore:
         if label is not None and not label.strip():
             raise ValueError("label must not be empty")
         ids = as_tokens(tokens)
-        taken = take_in(cache, len(ids))
+        taken = take_in(cache, len(ids), n_target=n_target, is_exact=namespace.is_exact)
         if not taken.n_tokens:
             return 0
         try:

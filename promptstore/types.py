@@ -32,6 +32,9 @@ class Namespace:
         adapter: Its adapter, weights and settings; empty without one.
         draft: The draft model, whose layers are stored with the target's.
         tenant: Whose prompts these are. Tenants never share KV.
+        exact_until: Tokens up to which the model's KV is a function of its prefix
+            alone, as a number; empty if it always is. Longer prompts are stored
+            whole and served only whole (see `positions`).
     """
 
     model: str
@@ -40,6 +43,7 @@ class Namespace:
     adapter: str = ""
     draft: str = ""
     tenant: str = ""
+    exact_until: str = ""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -50,6 +54,12 @@ class Namespace:
                 )
         if not self.model:
             raise ValueError("model must not be empty")
+        if self.exact_until and not self.exact_until.isdecimal():
+            raise ValueError("exact_until must be a number in decimal digits, or empty")
+
+    def is_exact(self, n_tokens: int) -> bool:
+        """Whether the KV of a prompt of *n_tokens* is a function of its prefix."""
+        return not self.exact_until or n_tokens <= int(self.exact_until)
 
     @property
     def digest(self) -> bytes:
@@ -85,12 +95,15 @@ class Namespace:
         """
         model = identity.of_model(Path(model_path))
         draft = identity.of_model(Path(draft_path)) if draft_path else None
+        limits = [part.exact_until for part in (model, draft) if part is not None]
+        limit = min((x for x in limits if x is not None), default=None)
         return cls(
             model=model.weights,
             config=model.config,
             adapter=identity.of_adapter(Path(adapter_path)) if adapter_path else "",
             draft=f"{draft.weights}+{draft.config}" if draft else "",
             tenant=tenant,
+            exact_until="" if limit is None else str(limit),
         )
 
 

@@ -19,7 +19,7 @@ from promptstore.codecs.table import (
     composite_class,
 )
 from promptstore.errors import NotCovered
-from promptstore.layers import Layer, Layers
+from promptstore.layers import DRAFT, Layer, Layers
 from promptstore.ranges import Run
 
 
@@ -89,14 +89,21 @@ def n_cached(cache: Sequence[Any]) -> int:
     return min(lengths)
 
 
-def describe(cache: Sequence[Any]) -> Layers:
+def describe(cache: Sequence[Any], n_target: int | None = None) -> Layers:
     """Return the description of a cache that holds at least one token.
+
+    Args:
+        cache: A prompt cache.
+        n_target: Where a draft model's layers begin, if there are any.
 
     Raises:
         NotCovered: A class is not in the table.
         ValueError: A layer holds more than one sequence.
     """
-    return tuple(_describe(layer) for layer in cache)
+    layers = tuple(_describe(layer) for layer in cache)
+    if n_target is None or n_target == len(layers):
+        return layers
+    return (*layers[:n_target], Layer(DRAFT, inner=layers[n_target:]))
 
 
 def _describe(layer: Any) -> Layer:
@@ -130,7 +137,14 @@ def rebuild(layers: Layers, leaves: Sequence[Leaf], n_tokens: int) -> list[Any]:
         NotCovered: A tag or its class is not known here.
     """
     supply = iter(leaves)
-    return [_rebuild(layer, supply, n_tokens) for layer in layers]
+    return [_rebuild(layer, supply, n_tokens) for layer in in_list(layers)]
+
+
+def in_list(layers: Layers) -> Layers:
+    """Return the layers as they stand in a prompt cache: target's, then draft's."""
+    if layers and layers[-1].tag == DRAFT:
+        return layers[:-1] + layers[-1].inner
+    return layers
 
 
 def _rebuild(layer: Layer, supply: Iterator[Leaf], n_tokens: int) -> Any:
@@ -190,8 +204,9 @@ def fits(layers: Layers, like: Sequence[Any]) -> bool:
         layers: The description of a stored cache.
         like: A cache as the model makes it; it may be empty.
     """
-    return len(layers) == len(like) and all(
-        _fits(layer, live) for layer, live in zip(layers, like, strict=True)
+    flat = in_list(layers)
+    return len(flat) == len(like) and all(
+        _fits(layer, live) for layer, live in zip(flat, like, strict=True)
     )
 
 

@@ -70,7 +70,8 @@ class Index:
         with self._lock:
             self._db.execute("begin")  # one view of the tree for all its steps
             try:
-                return Search(self._db, layout, tokens).run()
+                search = Search(self._db, layout, tokens)
+                return search.run_whole() if layout.is_whole else search.run()
             finally:
                 self._db.execute("commit")
 
@@ -220,6 +221,8 @@ class Index:
             )
             if not done.rowcount:
                 raise Duplicate
+            if new.layout.is_whole:
+                return  # found by its end alone
             boundaries = range(start // prefix.BLOCK + 1, end // prefix.BLOCK + 1)
             self._db.executemany(
                 "insert into prefixes values (?, ?, ?) on conflict do nothing",

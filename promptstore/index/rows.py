@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from promptstore import layers
 from promptstore.extent import Extent
 from promptstore.tokens import Tokens
 
@@ -19,6 +20,11 @@ class Layout:
     id: int
     seed: bytes
     layers: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its snapshots hold whole prompts, which are not shared or cut."""
+        return layers.is_whole(self.layers)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,25 @@ class Search:
                 break
         return self._descend(chain, position, expired)
 
+    def run_whole(self) -> Found:
+        """Return the longest stored prompt that is a prefix as a whole."""
+        ends = self._db.execute(
+            "select distinct end_token from snapshots where layout = ? "
+            "and end_token <= ? and first_token is not null order by end_token desc",
+            (self._layout.id, len(self._tokens)),
+        ).fetchall()
+        for (end,) in ends:
+            digest = prefix.end_digest(self._layout.seed, self._tokens[:end])
+            for row in select(
+                self._db,
+                "where layout = ? and end_digest = ? and start_token = 0",
+                self._layout.id,
+                digest,
+            ):
+                if self._shared(row, end) == end and not self._is_expired(row):
+                    return Found(end, (row,))
+        return Found()
+
     def _descend(self, chain: list[Row], position: int, expired: bool) -> Found:
         while position < len(self._tokens) and not expired:
             parent = chain[-1].id if chain else None
