@@ -1,6 +1,7 @@
 """A persistent store for the prompt caches (KV caches) of MLX language models."""
 
-from promptstore.codecs import n_cached
+from typing import TYPE_CHECKING, Any
+
 from promptstore.errors import (
     ModelUnreadable,
     NotCovered,
@@ -12,7 +13,6 @@ from promptstore.errors import (
     UnknownSnapshot,
     WriteFailed,
 )
-from promptstore.store import PromptStore
 from promptstore.types import (
     Explanation,
     Finding,
@@ -23,6 +23,10 @@ from promptstore.types import (
     SnapshotInfo,
     StoreStats,
 )
+
+if TYPE_CHECKING:
+    from promptstore.codecs import n_cached
+    from promptstore.store import PromptStore
 
 __version__ = "0.1.0"
 
@@ -47,3 +51,16 @@ __all__ = [
     "WriteFailed",
     "n_cached",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # These import mlx, which the command's help has no need of.
+    if name == "PromptStore":
+        from promptstore.store import PromptStore
+
+        return PromptStore
+    if name == "n_cached":
+        from promptstore.codecs import n_cached
+
+        return n_cached
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

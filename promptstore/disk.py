@@ -298,7 +298,7 @@ class DiskTier:
         if row is not None:
             self._writer.mark(row, label=new.label, pinned=new.pinned, ttl_s=new.ttl_s)
         now = time.time_ns()
-        self._writer.touch((row.id, now) for row in found.chain)
+        self._writer.touch(((row.id, now) for row in found.chain), n_hits=0)
 
     def _write(
         self, layout: Layout, new: NewSnapshot, found: Found, extent: Extent
@@ -524,6 +524,8 @@ def _writer_tag() -> str:
 
 
 def _make_root(root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise StoreUnavailable(root, "is a file, not a directory")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         (root / "snapshots").mkdir(mode=0o700, exist_ok=True)

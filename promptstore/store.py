@@ -30,7 +30,7 @@ from promptstore.errors import (
 from promptstore.index import Row
 from promptstore.layers import from_text, summary, token_bytes
 from promptstore.memory import Entry, MemoryTier
-from promptstore.tokens import Tokens, as_tokens
+from promptstore.tokens import Tokens, as_tokens, run_start
 from promptstore.types import (
     Explanation,
     Finding,
@@ -177,9 +177,9 @@ class PromptStore:
     def _match(
         self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
     ) -> Match:
-        usable = ids[:-1]
+        usable = self._before_images(namespace, ids[:-1], like)
         if not len(usable):
-            return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, len(usable)))
+            return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
         n_memory, entry = self._memory.best(
             namespace, usable, lambda entry: _entry_fits(entry, like)
         )
@@ -197,6 +197,22 @@ class PromptStore:
         finally:
             if entry is not None:
                 self._memory.release(entry)
+
+    def _before_images(
+        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+    ) -> Tokens:
+        """Shorten a request so that no match of it ends inside an image.
+
+        mlx_lm.server keys the patches of an image by one negative id; what a model
+        computes of a part of an image need not be what it computes of the whole.
+        """
+        while (usable < 0).any():
+            best = self._explain(namespace, usable, like)
+            start = run_start(usable, best.n_tokens)
+            if start == best.n_tokens:
+                break
+            usable = usable[:start]
+        return usable
 
     def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
         own = entry.capture
@@ -301,7 +317,8 @@ class PromptStore:
             cache: A prompt cache of one sequence.
             kind: What the prompt ends with. A ``"system"`` prompt is a branch point:
                 it stays in memory beside longer prompts that begin with it.
-            label: A name for the prompt; it is taken from whoever has it.
+            label: A name for the prompt. Whoever has it in this namespace loses it,
+                and the pin with it.
             pin: Protect it from eviction.
             ttl_s: Forget it, and all that continues it, after this many seconds.
             n_target: Where in *cache* a draft model's layers begin, if it has any.
@@ -486,7 +503,11 @@ class PromptStore:
     ) -> Explanation:
         """Say what a match would give, and why no more; changes nothing."""
         self._require_open()
-        usable = as_tokens(tokens)[:-1]
+        return self._explain(namespace, as_tokens(tokens)[:-1], like)
+
+    def _explain(
+        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+    ) -> Explanation:
         n_memory, entry = self._memory.best(
             namespace, usable, lambda entry: _entry_fits(entry, like)
         )
@@ -595,11 +616,31 @@ class PromptStore:
             UnknownSnapshot: None has that id or label.
         """
         disk, rows = self._named(id_or_label)
-        self._writer.flush()
+        self._writer.wait()
         for row in rows:
             namespace, _ = disk.index.describe(row.layout)
             self._memory.remove(namespace, disk.index.tokens_of(row), row.start)
         return len(disk.remove(row.id for row in rows))
+
+    def forget(self, namespace: Namespace, tokens: Any) -> int:
+        """Drop from both tiers what a match of *tokens* would use in the end.
+
+        For a caller that found a cache to be no good: the next match misses, or is
+        shorter.
+
+        Returns:
+            How many snapshots were deleted.
+        """
+        self._require_open()
+        usable = as_tokens(tokens)[:-1]
+        self._writer.wait()
+        row = None
+        if self._disk is not None and not self._disk.read_only:
+            look_up, _ = self._disk.look_up(namespace, usable, lambda _: True)
+            if look_up is not None and look_up.plan.pieces:
+                row = look_up.plan.pieces[-1].row
+        self._memory.remove(namespace, usable, row.start if row is not None else 0)
+        return len(self._disk.remove([row.id])) if self._disk and row else 0
 
     def evict(self, *, to_bytes: int) -> None:
         """Evict, least recently used first, until each tier is within *to_bytes*."""
@@ -607,7 +648,7 @@ class PromptStore:
         _check_sizes(to_bytes=to_bytes)
         self._memory.shrink(to_bytes)
         if self._disk is not None and not self._disk.read_only:
-            self._writer.flush()
+            self._writer.wait()
             self._disk.evict(to_bytes)
 
     def check(self) -> list[Finding]:

@@ -85,3 +85,14 @@ def n_common(a: Tokens, b: Tokens) -> int:
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+def run_start(tokens: Tokens, position: int) -> int:
+    """Return where the run of one negative id that *position* cuts begins.
+
+    A position that cuts none is returned as it is.
+    """
+    if not 0 < position < len(tokens) or tokens[position] >= 0:
+        return position
+    before = np.flatnonzero(tokens[:position] != tokens[position])
+    return int(before[-1]) + 1 if len(before) else 0

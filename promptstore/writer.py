@@ -85,15 +85,24 @@ class Writer:
             WriteFailed: Some of it failed since the last flush.
             TimeoutError: It takes longer than *timeout_s*.
         """
+        self.wait(timeout_s)
+        with self._changed:
+            first, n_failed = self._first, self._n_failed
+            self._first, self._n_failed = None, 0
+        if first is not None:
+            raise WriteFailed(n_failed, first) from first
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all that was queued is done, whether it failed or not.
+
+        Raises:
+            TimeoutError: It takes longer than *timeout_s*.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._n_open, timeout_s):
                 raise TimeoutError(
                     f"{self._n_open} write(s) are not done after {timeout_s} s"
                 )
-            first, n_failed = self._first, self._n_failed
-            self._first, self._n_failed = None, 0
-        if first is not None:
-            raise WriteFailed(n_failed, first) from first
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Let the thread finish what is queued and end; further work is refused.

@@ -259,13 +259,13 @@ class Index:
         ids = [id_ for (id_,) in self._all(query, time.time_ns())]
         return self.remove(ids) if ids else []
 
-    def touch(self, uses: Iterable[tuple[int, int]]) -> None:
+    def touch(self, uses: Iterable[tuple[int, int]], *, n_hits: int = 1) -> None:
         """Record uses, pairs of a snapshot and the time in nanoseconds."""
         with self.transaction():
             self._db.executemany(
-                "update snapshots set used_ns = max(used_ns, ?2), hits = hits + 1 "
+                "update snapshots set used_ns = max(used_ns, ?2), hits = hits + ?3 "
                 "where id = ?1",
-                list(uses),
+                [(*use, n_hits) for use in uses],
             )
 
     def victims(self, spare: frozenset[int]) -> Iterator[Row]:
