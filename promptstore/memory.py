@@ -62,10 +62,12 @@ class MemoryTier:
         on_evict: Called with each evicted entry that is not durable, without lock.
     """
 
-    def __init__(self, max_bytes: int, on_evict: Callable[[Entry], None]) -> None:
+    def __init__(
+        self, max_bytes: int, on_evict: Callable[[Entry], None] = lambda entry: None
+    ) -> None:
         self.max_bytes = max_bytes
+        self.on_evict = on_evict
         self.n_evicted = 0
-        self._on_evict = on_evict
         self._lock = threading.Lock()
         self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
         self._order: OrderedDict[Entry, None] = OrderedDict()
@@ -189,7 +191,7 @@ class MemoryTier:
                 else:
                     evicted.append(entry)
         for entry in evicted:
-            self._on_evict(entry)
+            self.on_evict(entry)
             if not entry.pending:
                 self.settle(entry, durable=False)
 

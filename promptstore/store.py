@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
@@ -15,43 +14,30 @@ from typing import Any, Literal, Self, get_args
 
 import platformdirs
 
-from promptstore import codecs, restore, resume
-from promptstore.capture import Intake, take_in
 from promptstore.check import check, repair
 from promptstore.counters import Counters
-from promptstore.disk import DiskTier, LookUp, NewSnapshot
-from promptstore.errors import (
-    SnapshotCorrupt,
-    SnapshotError,
-    SnapshotMissing,
-    StoreClosed,
-    UnknownSnapshot,
-)
+from promptstore.disk import DiskTier
+from promptstore.errors import StoreClosed, UnknownSnapshot
 from promptstore.index import Row
-from promptstore.layers import from_text, summary, token_bytes
-from promptstore.memory import Entry, MemoryTier
-from promptstore.tokens import Tokens, as_tokens, run_start
+from promptstore.layers import from_text, summary
+from promptstore.matching import Matcher
+from promptstore.memory import MemoryTier
+from promptstore.saving import Saver, Write
+from promptstore.tokens import as_tokens
 from promptstore.types import (
     Explanation,
     Finding,
     Kind,
     Match,
     Namespace,
-    Reason,
-    ReasonKind,
     SnapshotInfo,
     StoreStats,
 )
 from promptstore.writer import Writer, deadline
 
-Write = Literal["through", "back", "off"]
 Verify = Literal["first-use", "always", "off"]
 
-_Wish = tuple[Kind, str | None, bool, float | None]
-"""What an insert asks for: kind, label, pin, ttl_s."""
-
 _AT_EXIT_S = 60.0
-_FIND_TRIES = 3
 
 
 class PromptStore:
@@ -72,12 +58,20 @@ class PromptStore:
         insert_timeout_s: float,
     ) -> None:
         self._disk = disk
-        self._write: Write = write if disk and not disk.read_only else "off"
-        self._min_tokens = min_tokens
-        self._insert_timeout_s = insert_timeout_s
-        self._memory = MemoryTier(memory_bytes, self._save_evicted)
-        self._writer = Writer(queue_bytes)
-        self._counters = Counters()
+        self._writer = writer = Writer(queue_bytes)
+        self._counters = counters = Counters()
+        self._memory = memory = MemoryTier(memory_bytes)
+        self._matcher = Matcher(memory, disk, writer, counters)
+        self._saver = Saver(
+            memory,
+            disk,
+            writer,
+            counters,
+            write=write,
+            min_tokens=min_tokens,
+            timeout_s=insert_timeout_s,
+        )
+        memory.on_evict = self._saver.save_evicted
         self._pid = os.getpid()
         self._closed = False
         # A daemon thread dies with the interpreter; what is queued must not.
@@ -168,127 +162,11 @@ class PromptStore:
         self._require_open()
         ids = as_tokens(tokens)
         try:
-            match = self._match(namespace, ids, like)
-        except Exception as error:  # one of three places that may: a counted miss
+            match = self._matcher.match(namespace, ids, like)
+        except Exception as error:  # one of four places that may: a miss
             match = Match(None, 0, "miss", self._counters.trouble(error))
         self._counters.match(match, len(ids))
         return match
-
-    def _match(
-        self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
-    ) -> Match:
-        usable = self._before_images(namespace, ids[:-1], like)
-        if not len(usable):
-            return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
-        n_memory, entry = self._memory.best(
-            namespace, usable, lambda entry: _entry_fits(entry, like)
-        )
-        try:
-            reason = None
-            if n_memory < len(usable):
-                match = self._match_disk(namespace, usable, n_memory, like)
-                if match.cache is not None:
-                    return match
-                reason = match.reason
-            if entry is None:
-                return Match(None, 0, "miss", reason)
-            cache = self._from_memory(entry, n_memory, len(ids))
-            return Match(cache, n_memory, "memory", reason)
-        finally:
-            if entry is not None:
-                self._memory.release(entry)
-
-    def _before_images(
-        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
-    ) -> Tokens:
-        """Shorten a request so that no match of it ends inside an image.
-
-        mlx_lm.server keys the patches of an image by one negative id; what a model
-        computes of a part of an image need not be what it computes of the whole.
-        """
-        while (usable < 0).any():
-            best = self._explain(namespace, usable, like)
-            start = run_start(usable, best.n_tokens)
-            if start == best.n_tokens:
-                break
-            usable = usable[:start]
-        return usable
-
-    def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
-        own = entry.capture
-        if own.layers is None:
-            return copy.deepcopy(own.cache)
-        whole = n_tokens == len(entry.tokens)
-        if not self._memory.take(entry, n_tokens):
-            return restore.copy(own.leaves, own.layers, n_tokens, n_total, whole=whole)
-        if not whole:
-            codecs.cut(own.cache, n_tokens)
-        return own.cache
-
-    def _match_disk(
-        self,
-        namespace: Namespace,
-        usable: Tokens,
-        n_memory: int,
-        like: Sequence[Any] | None,
-    ) -> Match:
-        """Return a match longer than the memory tier's, or a miss that says why."""
-        if self._disk is None:
-            kind = ReasonKind.NO_ENTRY if n_memory else ReasonKind.DISABLED
-            return Match(None, 0, "miss", Reason(kind, n_memory))
-        trouble: Reason | None = None
-        for _ in range(_FIND_TRIES):
-            look_up, reason = self._look_up(namespace, usable, n_memory, like)
-            if look_up is None or look_up.plan.n_tokens <= n_memory:
-                return Match(None, 0, "miss", trouble or reason)
-            try:
-                cache = self._disk.load(look_up, len(usable) + 1)
-            except SnapshotError as error:
-                trouble = self._blame(look_up, error)
-                continue
-            self._note_use(piece.row for piece in look_up.plan.pieces)
-            n_tokens = look_up.plan.n_tokens
-            return Match(cache, n_tokens, "disk", trouble or reason)
-        return Match(None, 0, "miss", trouble)
-
-    def _look_up(
-        self,
-        namespace: Namespace,
-        usable: Tokens,
-        n_memory: int,
-        like: Sequence[Any] | None,
-    ) -> tuple[LookUp | None, Reason | None]:
-        """Look in the index; say why not more, given what memory has."""
-        assert self._disk is not None
-        best, n_misfits = self._disk.look_up(
-            namespace, usable, lambda layers: like is None or codecs.fits(layers, like)
-        )
-        if best is None:
-            kind = ReasonKind.IDENTITY if n_misfits else ReasonKind.NO_ENTRY
-            if n_misfits and not n_memory:
-                return None, Reason(kind, 0, "layers")
-            return None, Reason(ReasonKind.NO_ENTRY, n_memory)
-        return best, _why(best, len(usable), n_memory)
-
-    def _blame(self, look_up: LookUp, error: SnapshotError) -> Reason:
-        """Count a bad snapshot; drop it if it is proven to be bad."""
-        assert self._disk is not None
-        rows = [piece.row for piece in look_up.plan.pieces]
-        row = next(row for row in rows if row.name == error.path.stem)
-        if not isinstance(error, SnapshotCorrupt | SnapshotMissing):
-            self._counters.trouble(error)
-            return Reason(ReasonKind.UNREADABLE, row.start, row.name)
-        # A file that another process has just evicted is missing with its row.
-        if self._disk.index.has(row.name):
-            self._counters.trouble(error)
-            if not self._disk.read_only:
-                self._disk.remove([row.id])
-        return Reason(ReasonKind.DAMAGED, row.start, row.name)
-
-    def _note_use(self, chain: Iterable[Row]) -> None:
-        disk = self._disk
-        if disk is not None and not disk.read_only and disk.note_use(chain):
-            self._writer.submit(disk.save_uses)
 
     # ----------------------------------------------------------------- insert
 
@@ -336,109 +214,8 @@ class PromptStore:
             raise ValueError(f"kind must be one of {get_args(Kind)}, not {kind!r}")
         if label is not None and not label.strip():
             raise ValueError("label must not be empty")
-        ids = as_tokens(tokens)
-        taken = take_in(cache, len(ids), n_target=n_target, is_exact=namespace.is_exact)
-        if not taken.n_tokens:
-            return 0
-        try:
-            self._insert(
-                taken, namespace, ids[: taken.n_tokens], (kind, label, pin, ttl_s)
-            )
-        except Exception as error:  # one of three places that may: counted
-            self._counters.trouble(error)
-        self._counters.insert()
-        return taken.n_tokens
-
-    def _insert(
-        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: _Wish
-    ) -> None:
-        entry = self._remember(taken, namespace, ids, wish)
-        if taken.layers is None:
-            self._counters.note(
-                "unknown-cache-class", f"{taken.text} stays in memory only"
-            )
-            return
-        if self._write == "off" or len(ids) < self._min_tokens:
-            return
-        if entry is not None:
-            new = NewSnapshot(namespace, ids, entry.capture, *wish)
-            if self._write == "through" or new.is_special:
-                self._save(new, entry)
-            return
-        start = self._n_on_disk(namespace, taken.text, ids)
-        # Copies of the little that is new let the caller go on without copying all.
-        few = len(ids) - start <= start
-        capture = taken.capture_rows(start) if few else taken.capture()
-        self._save(NewSnapshot(namespace, ids, capture, *wish), None)
-
-    def _remember(
-        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: _Wish
-    ) -> Entry | None:
-        """Put a copy into the memory tier, if that takes one of its size."""
-        nbytes, n_arrays = taken.size()
-        if not self._memory.admits(nbytes):
-            return None
-        kind, _, pin, _ = wish
-        entry = Entry(
-            namespace=namespace,
-            tokens=ids,
-            capture=taken.capture(),
-            nbytes=nbytes,
-            n_arrays=n_arrays,
-            kind=kind,
-            keep=kind == "system" or pin,
-        )
-        self._memory.add(entry)
-        return entry
-
-    def _save(self, new: NewSnapshot, entry: Entry | None) -> None:
-        """Queue what is new for the disk tier."""
-        n_new = len(new.tokens) - self._n_on_disk(
-            new.namespace, new.capture.text, new.tokens
-        )
-        state_bytes = sum(array.nbytes for array in new.capture.state)
-        nbytes = n_new * token_bytes(new.layers) + state_bytes
-        if entry is not None:
-            entry.pending = True
-        run = functools.partial(self._run_save, new, entry)
-        if not self._writer.submit(run, nbytes, self._insert_timeout_s):
-            self._counters.note("queue-full", "the disk is too slow: not written")
-            if entry is not None:
-                self._memory.settle(entry, durable=False)
-
-    def _n_on_disk(self, namespace: Namespace, text: str, ids: Tokens) -> int:
-        """Return how many of the tokens are stored. The writer looks again, since
-        others write as well."""
-        assert self._disk is not None
-        return self._disk.n_stored(namespace, text, ids)
-
-    def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
-        """Write one prompt. On the writer's thread."""
-        assert self._disk is not None
-        durable = False
-        try:
-            self._disk.save(new)
-            durable = True
-        except Exception as error:
-            self._counters.trouble(error)
-            raise
-        finally:
-            if entry is not None:
-                self._memory.settle(entry, durable=durable)
-
-    def _save_evicted(self, entry: Entry) -> None:
-        """Write back what memory evicts, on the thread that caused it."""
-        if self._write == "back" and not entry.pending:
-            self._write_back(entry)
-
-    def _write_back(self, entry: Entry) -> None:
-        if entry.capture.layers is None or len(entry.tokens) < self._min_tokens:
-            return
-        try:
-            new = NewSnapshot(entry.namespace, entry.tokens, entry.capture, entry.kind)
-            self._save(new, entry)
-        except Exception as error:  # one of three places that may: counted
-            self._counters.trouble(error)
+        ids, wish = as_tokens(tokens), (kind, label, pin, ttl_s)
+        return self._saver.insert(namespace, ids, cache, wish, n_target)
 
     # ------------------------------------------------------------------- wait
 
@@ -450,13 +227,7 @@ class PromptStore:
             TimeoutError: It takes longer than *timeout_s*.
         """
         self._require_open()
-        self._flush(timeout_s)
-
-    def _flush(self, timeout_s: float | None) -> None:
-        if self._write == "back":
-            for entry in self._memory.unsaved():
-                self._write_back(entry)
-        self._writer.flush(timeout_s)
+        self._saver.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Write what is queued, then let go of everything. Closing twice is fine.
@@ -475,7 +246,7 @@ class PromptStore:
         atexit.unregister(self._at_exit)
         left = deadline(timeout_s)
         try:
-            self._flush(timeout_s)
+            self._saver.flush(timeout_s)
         finally:
             ended = self._writer.close(left())
             self._memory.clear()
@@ -503,25 +274,12 @@ class PromptStore:
     ) -> Explanation:
         """Say what a match would give, and why no more; changes nothing."""
         self._require_open()
-        return self._explain(namespace, as_tokens(tokens)[:-1], like)
-
-    def _explain(
-        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
-    ) -> Explanation:
-        n_memory, entry = self._memory.best(
-            namespace, usable, lambda entry: _entry_fits(entry, like)
-        )
-        if entry is not None:
-            self._memory.release(entry)
-        if self._disk is None:
-            reason = Reason(ReasonKind.NO_ENTRY, n_memory)
-            left = n_memory < len(usable)
-            return Explanation(n_memory, 0, n_memory, reason if left else None, None)
-        look_up, reason_ = self._look_up(namespace, usable, n_memory, like)
+        usable = as_tokens(tokens)[:-1]
+        n_memory, look_up, reason = self._matcher.explain(namespace, usable, like)
         chain = look_up.found.chain if look_up is not None else ()
         nearest = self._info(chain[-1]) if chain else None
         n_disk = look_up.plan.n_tokens if look_up is not None else 0
-        return Explanation(n_memory, n_disk, max(n_memory, n_disk), reason_, nearest)
+        return Explanation(n_memory, n_disk, max(n_memory, n_disk), reason, nearest)
 
     def snapshots(self, namespace: Namespace | None = None) -> Iterator[SnapshotInfo]:
         """Yield what is on disk, the most recently used first.
@@ -674,30 +432,6 @@ class PromptStore:
             raise StoreClosed("this store belongs to the parent process; open your own")
         if self._closed:
             raise StoreClosed("the store is closed")
-
-
-def _entry_fits(entry: Entry, like: Sequence[Any] | None) -> bool:
-    if like is None:
-        return True
-    if entry.capture.layers is not None:
-        return codecs.fits(entry.capture.layers, like)
-    return [type(x) for x in entry.capture.cache] == [type(x) for x in like]
-
-
-def _why(look_up: LookUp, n_usable: int, n_memory: int) -> Reason | None:
-    """Say why no more than this can be matched, given what memory has."""
-    found, n_disk = look_up.found, look_up.plan.n_tokens
-    n_tokens = max(n_disk, n_memory)
-    if n_tokens == n_usable:
-        return None
-    if found.n_tokens > n_tokens:
-        kind = resume.stopping_kind(look_up.layers)
-        return Reason(ReasonKind.NOT_RESUMABLE, n_tokens, kind)
-    if found.n_tokens == n_tokens and found.expired:
-        return Reason(ReasonKind.EXPIRED, n_tokens)
-    if found.n_tokens == n_tokens and found.diverges:
-        return Reason(ReasonKind.DIVERGED, n_tokens)
-    return Reason(ReasonKind.NO_ENTRY, n_tokens)
 
 
 def _check_options(write: str, verify: str) -> None:

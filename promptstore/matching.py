@@ -1,0 +1,201 @@
+"""A request to a live cache: which tier has most, and why not more."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from promptstore import codecs, restore, resume
+from promptstore.counters import Counters
+from promptstore.disk import DiskTier, LookUp
+from promptstore.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from promptstore.index import Row
+from promptstore.memory import Entry, MemoryTier
+from promptstore.tokens import Tokens, run_start
+from promptstore.types import Match, Namespace, Reason, ReasonKind
+from promptstore.writer import Writer
+
+_MAX_TRIES = 4
+
+
+class Matcher:
+    """Looks in both tiers; a disk in trouble costs what only it has, no more."""
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        disk: DiskTier | None,
+        writer: Writer,
+        counters: Counters,
+    ) -> None:
+        self._memory = memory
+        self._disk = disk
+        self._writer = writer
+        self._counters = counters
+
+    def match(
+        self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
+    ) -> Match:
+        """Return the longest usable prefix of *ids*, at least one token being left."""
+        usable = self._before_images(namespace, ids, like)
+        if not len(usable):
+            return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
+        n_memory, entry = self._best_entry(namespace, usable, like)
+        try:
+            reason = None
+            if n_memory < len(usable):
+                match = self._match_disk(namespace, usable, n_memory, len(ids), like)
+                if match.cache is not None:
+                    return match
+                reason = match.reason
+            if entry is None:
+                return Match(None, 0, "miss", reason)
+            cache = self._from_memory(entry, n_memory, len(ids))
+            return Match(cache, n_memory, "memory", reason)
+        finally:
+            if entry is not None:
+                self._memory.release(entry)
+
+    def explain(
+        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+    ) -> tuple[int, LookUp | None, Reason | None]:
+        """Return what memory has of *usable*, what the disk has, and why not more."""
+        n_memory, entry = self._best_entry(namespace, usable, like)
+        if entry is not None:
+            self._memory.release(entry)
+        look_up, reason = self._look_up(namespace, usable, n_memory, len(usable), like)
+        return n_memory, look_up, reason
+
+    def _best_entry(
+        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+    ) -> tuple[int, Entry | None]:
+        return self._memory.best(
+            namespace, usable, lambda entry: _entry_fits(entry, like)
+        )
+
+    def _before_images(
+        self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
+    ) -> Tokens:
+        """Return what of *ids* may be matched, so that no match ends inside an image.
+
+        mlx_lm.server keys the patches of an image by one negative id; what a model
+        computes of a part of an image need not be what it computes of the whole.
+        """
+        usable = ids[:-1]
+        while (usable < 0).any():
+            n_memory, look_up, _ = self.explain(namespace, usable, like)
+            n_tokens = max(n_memory, look_up.plan.n_tokens if look_up else 0)
+            start = run_start(ids, n_tokens)
+            if start == n_tokens:
+                break
+            usable = usable[:start]
+        return usable
+
+    def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
+        own = entry.capture
+        if own.layers is None:
+            return copy.deepcopy(own.cache)
+        whole = n_tokens == len(entry.tokens)
+        if not self._memory.take(entry, n_tokens):
+            return restore.copy(own.leaves, own.layers, n_tokens, n_total, whole=whole)
+        if not whole:
+            codecs.cut(own.cache, n_tokens)
+        return own.cache
+
+    def _match_disk(
+        self,
+        namespace: Namespace,
+        usable: Tokens,
+        n_memory: int,
+        n_total: int,
+        like: Sequence[Any] | None,
+    ) -> Match:
+        """Return a match longer than the memory tier's, or a miss that says why."""
+        trouble: Reason | None = None
+        n_usable = len(usable)
+        try:
+            for _ in range(_MAX_TRIES):
+                look_up, reason = self._look_up(
+                    namespace, usable, n_memory, n_usable, like
+                )
+                if look_up is None or look_up.plan.n_tokens <= n_memory:
+                    return Match(None, 0, "miss", trouble or reason)
+                assert self._disk is not None
+                try:
+                    cache = self._disk.load(look_up, n_total)
+                except SnapshotError as error:
+                    trouble = self._blame(look_up, error)
+                    usable = usable[: trouble.position]  # do without that one
+                    continue
+                self._note_use(piece.row for piece in look_up.plan.pieces)
+                n_tokens = look_up.plan.n_tokens
+                return Match(cache, n_tokens, "disk", trouble or reason)
+        except Exception as error:  # one of four places that may: counted
+            trouble = self._counters.trouble(error)
+        return Match(None, 0, "miss", trouble)
+
+    def _look_up(
+        self,
+        namespace: Namespace,
+        usable: Tokens,
+        n_memory: int,
+        n_usable: int,
+        like: Sequence[Any] | None,
+    ) -> tuple[LookUp | None, Reason | None]:
+        """Look in the index; say why not all of *n_usable*, given what memory has."""
+        if self._disk is None:
+            kind = ReasonKind.NO_ENTRY if n_memory else ReasonKind.DISABLED
+            return None, Reason(kind, n_memory) if n_memory < n_usable else None
+        best, n_misfits = self._disk.look_up(
+            namespace, usable, lambda layers: like is None or codecs.fits(layers, like)
+        )
+        if best is not None:
+            return best, _why(best, n_usable, n_memory)
+        if n_misfits and not n_memory:
+            return None, Reason(ReasonKind.IDENTITY, 0, "layers")
+        return None, Reason(ReasonKind.NO_ENTRY, n_memory)
+
+    def _blame(self, look_up: LookUp, error: SnapshotError) -> Reason:
+        """Count a bad snapshot; drop it if it is proven to be bad."""
+        assert self._disk is not None
+        rows = [piece.row for piece in look_up.plan.pieces]
+        row = next(row for row in rows if row.name == error.path.stem)
+        if not isinstance(error, SnapshotCorrupt | SnapshotMissing):
+            self._counters.trouble(error)
+            return Reason(ReasonKind.UNREADABLE, row.start, row.name)
+        # A file that another process has just evicted is missing with its row.
+        if self._disk.index.has(row.name):
+            self._counters.trouble(error)
+            if not self._disk.read_only:
+                self._disk.remove([row.id])
+        return Reason(ReasonKind.DAMAGED, row.start, row.name)
+
+    def _note_use(self, chain: Iterable[Row]) -> None:
+        disk = self._disk
+        if disk is not None and not disk.read_only and disk.note_use(chain):
+            self._writer.submit(disk.save_uses)
+
+
+def _entry_fits(entry: Entry, like: Sequence[Any] | None) -> bool:
+    if like is None:
+        return True
+    if entry.capture.layers is not None:
+        return codecs.fits(entry.capture.layers, like)
+    return [type(x) for x in entry.capture.cache] == [type(x) for x in like]
+
+
+def _why(look_up: LookUp, n_usable: int, n_memory: int) -> Reason | None:
+    """Say why no more than this can be matched, given what memory has."""
+    found, n_disk = look_up.found, look_up.plan.n_tokens
+    n_tokens = max(n_disk, n_memory)
+    if n_tokens == n_usable:
+        return None
+    if found.n_tokens > n_tokens:
+        kind = resume.stopping_kind(look_up.layers)
+        return Reason(ReasonKind.NOT_RESUMABLE, n_tokens, kind)
+    if found.n_tokens == n_tokens and found.expired:
+        return Reason(ReasonKind.EXPIRED, n_tokens)
+    if found.n_tokens == n_tokens and found.diverges:
+        return Reason(ReasonKind.DIVERGED, n_tokens)
+    return Reason(ReasonKind.NO_ENTRY, n_tokens)

@@ -1,0 +1,166 @@
+"""A caller's cache into both tiers: what is kept, what is written, and when."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from promptstore.capture import Intake, take_in
+from promptstore.counters import Counters
+from promptstore.disk import DiskTier, NewSnapshot
+from promptstore.layers import token_bytes
+from promptstore.memory import Entry, MemoryTier
+from promptstore.tokens import Tokens
+from promptstore.types import Kind, Namespace
+from promptstore.writer import Writer
+
+Write = Literal["through", "back", "off"]
+Wish = tuple[Kind, str | None, bool, float | None]
+"""What an insert asks for: kind, label, pin, ttl_s."""
+
+
+class Saver:
+    """Puts caches into the memory tier and queues what is new for the disk tier.
+
+    Args:
+        write: When to write.
+        min_tokens: Shorter prompts stay in memory only.
+        timeout_s: How long to wait for room in the queue.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        disk: DiskTier | None,
+        writer: Writer,
+        counters: Counters,
+        *,
+        write: Write,
+        min_tokens: int,
+        timeout_s: float,
+    ) -> None:
+        self._memory = memory
+        self._disk = disk
+        self._writer = writer
+        self._counters = counters
+        self._write: Write = write if disk and not disk.read_only else "off"
+        self._min_tokens = min_tokens
+        self._timeout_s = timeout_s
+
+    def insert(
+        self,
+        namespace: Namespace,
+        ids: Tokens,
+        cache: Sequence[Any],
+        wish: Wish,
+        n_target: int | None,
+    ) -> int:
+        """Store the KV of *ids* as far as *cache* holds it; return how far that is."""
+        taken = take_in(cache, len(ids), n_target=n_target, is_exact=namespace.is_exact)
+        if not taken.n_tokens:
+            return 0
+        try:
+            self._insert(taken, namespace, ids[: taken.n_tokens], wish)
+        except Exception as error:  # one of four places that may: counted
+            self._counters.trouble(error)
+        self._counters.insert()
+        return taken.n_tokens
+
+    def _insert(
+        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
+    ) -> None:
+        entry = self._remember(taken, namespace, ids, wish)
+        if taken.layers is None:
+            self._counters.note(
+                "unknown-cache-class", f"{taken.text} stays in memory only"
+            )
+            return
+        if self._write == "off" or len(ids) < self._min_tokens:
+            return
+        if entry is not None:
+            new = NewSnapshot(namespace, ids, entry.capture, *wish)
+            if self._write == "through" or new.is_special:
+                self._save(new, entry)
+            return
+        start = self._n_on_disk(namespace, taken.text, ids)
+        # Copies of the little that is new let the caller go on without copying all.
+        few = len(ids) - start <= start
+        capture = taken.capture_rows(start) if few else taken.capture()
+        self._save(NewSnapshot(namespace, ids, capture, *wish), None)
+
+    def _remember(
+        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
+    ) -> Entry | None:
+        """Put a copy into the memory tier, if that takes one of its size."""
+        nbytes, n_arrays = taken.size()
+        if not self._memory.admits(nbytes):
+            return None
+        kind, _, pin, _ = wish
+        entry = Entry(
+            namespace=namespace,
+            tokens=ids,
+            capture=taken.capture(),
+            nbytes=nbytes,
+            n_arrays=n_arrays,
+            kind=kind,
+            keep=kind == "system" or pin,
+        )
+        self._memory.add(entry)
+        return entry
+
+    def _save(self, new: NewSnapshot, entry: Entry | None) -> None:
+        """Queue what is new for the disk tier."""
+        n_new = len(new.tokens) - self._n_on_disk(
+            new.namespace, new.capture.text, new.tokens
+        )
+        state_bytes = sum(array.nbytes for array in new.capture.state)
+        nbytes = n_new * token_bytes(new.layers) + state_bytes
+        if entry is not None:
+            entry.pending = True
+        run = functools.partial(self._run_save, new, entry)
+        if not self._writer.submit(run, nbytes, self._timeout_s):
+            self._counters.note("queue-full", "the disk is too slow: not written")
+            if entry is not None:
+                self._memory.settle(entry, durable=False)
+
+    def _n_on_disk(self, namespace: Namespace, text: str, ids: Tokens) -> int:
+        """Return how many of the tokens are stored. The writer looks again, since
+        others write as well."""
+        assert self._disk is not None
+        return self._disk.n_stored(namespace, text, ids)
+
+    def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
+        """Write one prompt. On the writer's thread."""
+        assert self._disk is not None
+        durable = False
+        try:
+            self._disk.save(new)
+            durable = True
+        except Exception as error:
+            self._counters.trouble(error)
+            raise
+        finally:
+            if entry is not None:
+                self._memory.settle(entry, durable=durable)
+
+    def save_evicted(self, entry: Entry) -> None:
+        """Write back what memory evicts, on the thread that caused it."""
+        if self._write == "back" and not entry.pending:
+            self._write_back(entry)
+
+    def _write_back(self, entry: Entry) -> None:
+        if entry.capture.layers is None or len(entry.tokens) < self._min_tokens:
+            return
+        try:
+            new = NewSnapshot(entry.namespace, entry.tokens, entry.capture, entry.kind)
+            self._save(new, entry)
+        except Exception as error:  # one of four places that may: counted
+            self._counters.trouble(error)
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Write what is not written yet, and wait until it is durable."""
+        if self._write == "back":
+            for entry in self._memory.unsaved():
+                self._write_back(entry)
+        self._writer.flush(timeout_s)
