@@ -26,14 +26,14 @@ def check(disk: DiskTier) -> list[Finding]:
     if not disk.index.is_sound():
         findings.append(Finding("index", "index.db", "SQLite finds it damaged"))
     # Files before rows: a row that comes meanwhile must not make its file an orphan.
-    files = disk.files()
+    files = disk.root.files()
     rows = disk.index.rows()
     findings += [finding for row in rows if (finding := _check_row(disk, row))]
-    known = {disk.path_of(row.name) for row in rows}
+    known = {disk.root.path_of(row.name) for row in rows}
     for path in files:
-        if not disk.is_ours(path):
+        if not disk.root.is_ours(path):
             findings.append(
-                Finding("foreign", str(path.relative_to(disk.root)), "is not ours")
+                Finding("foreign", str(path.relative_to(disk.root.path)), "is not ours")
             )
         elif path not in known and snapshot.is_abandoned(path) and not disk.knows(path):
             findings.append(Finding("orphan", path.stem, "a file without a row"))

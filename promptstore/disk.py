@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from promptstore import codecs, prefix, resume, snapshot
-from promptstore.capture import Capture
+from promptstore import delta, prefix, resume, snapshot
+from promptstore.delta import NewSnapshot
 from promptstore.errors import NotCovered, StoreUnavailable, TooLarge
-from promptstore.extent import Band, Extent, Shape
+from promptstore.extent import Extent, Shape
 from promptstore.index import (
     Duplicate,
     Found,
@@ -34,46 +33,16 @@ from promptstore.index import (
     Row,
     prepare,
 )
-from promptstore.layers import Layers, from_text, leaves
-from promptstore.plan import Plan, held_by, pieces_of, plan
-from promptstore.ranges import Ranges, clip, count, intersect, subtract, union
+from promptstore.layers import Layers, from_text
+from promptstore.plan import Plan, plan
 from promptstore.restore import N_THREADS, restore
+from promptstore.root import Root
 from promptstore.snapshot import Body, Contents
 from promptstore.tokens import Tokens
-from promptstore.types import Kind, Namespace
+from promptstore.types import Namespace
 
-_SUFFIX = ".safetensors"
-_TEMPORARY = ".tmp"
 _TRIES = 4
-
-
-@dataclass(frozen=True)
-class NewSnapshot:
-    """A prompt to be stored: the writer decides which part of it is new.
-
-    Args:
-        tokens: All its tokens, ``[0, end)``.
-        capture: Its cache, nobody's to change.
-    """
-
-    namespace: Namespace
-    tokens: Tokens
-    capture: Capture
-    kind: Kind
-    label: str | None = None
-    pinned: bool = False
-    ttl_s: float | None = None
-
-    @property
-    def is_special(self) -> bool:
-        """Whether it asks for a row of its own."""
-        return self.pinned or self.label is not None or self.ttl_s is not None
-
-    @property
-    def layers(self) -> Layers:
-        """Its layers; only what has codecs comes here."""
-        assert self.capture.layers is not None
-        return self.capture.layers
+_MAX_CHECKPOINTS = 16
 
 
 @dataclass(frozen=True)
@@ -94,7 +63,7 @@ class DiskTier:
     """Everything under one directory.
 
     Args:
-        root: The directory; made if it is not there.
+        path: The directory; made if it is not there.
         max_bytes: The budget of everything under it.
         verify: ``"first-use"``, ``"always"`` or ``"off"``.
         read_only: Change nothing.
@@ -106,16 +75,17 @@ class DiskTier:
 
     def __init__(
         self,
-        root: Path,
+        path: Path,
         max_bytes: int,
         *,
         verify: str,
         read_only: bool,
-        max_checkpoints: int = 16,
+        max_checkpoints: int = _MAX_CHECKPOINTS,
     ) -> None:
-        self.root = root
+        self.root = Root(path)
         self.max_bytes = max_bytes
         self.max_checkpoints = max_checkpoints
+        self.read_only = read_only
         self.bytes_written = 0
         self.bytes_read = 0
         self.n_evicted = 0
@@ -124,24 +94,20 @@ class DiskTier:
         self._uses: dict[int, int] = {}
         self._uses_lock = threading.Lock()
         self._swept = False
-        self.read_only = read_only
         if not read_only:
-            _make_root(root)
-            prepare(root / "index.db", root / "store.lock")
-        elif not (root / "index.db").is_file():
-            raise StoreUnavailable(root, "holds no store")
-        self.index = Index(root / "index.db", read_only=read_only)
-        self._writer = self.index
-        if not read_only:
-            self._writer = Index(root / "index.db")
+            self.root.make()
+            prepare(self.root.index, self.root.lock)
+        elif not self.root.index.is_file():
+            raise StoreUnavailable(path, "holds no store")
+        self.index = Index(self.root.index, read_only=read_only)
+        self._writer = self.index if read_only else Index(self.root.index)
         self._pool = ThreadPoolExecutor(N_THREADS, "promptstore-reader")
 
     def close(self) -> None:
         """Close files and connections."""
         self._pool.shutdown()
         self.index.close()
-        if self._writer is not self.index:
-            self._writer.close()
+        self._writer.close()
 
     # -------------------------------------------------------------- reading
 
@@ -160,7 +126,7 @@ class DiskTier:
                 n_misfits += 1
                 continue
             found = self.index.find(layout, tokens)
-            look_up = LookUp(layers, found, self._plan(self.index, layers, found))
+            look_up = LookUp(layers, found, _plan(self.index, layers, found))
             if best is None or look_up.rank > best.rank:
                 best = look_up
         return best, n_misfits
@@ -174,12 +140,12 @@ class DiskTier:
                 return n_tokens if is_useful else 0
         return 0
 
-    def _plan(self, index: Index, layers: Layers, found: Found) -> Plan:
-        cuttable = resume.is_cuttable(layers)
-        return plan(found, layers, [] if cuttable else index.checkpoints(found))
-
     def load(self, look_up: LookUp, n_total: int) -> list[Any]:
         """Return a live cache of what was found.
+
+        Args:
+            look_up: What to restore.
+            n_total: Tokens of the whole request.
 
         Raises:
             SnapshotError: A file is missing, damaged or unreadable.
@@ -189,7 +155,7 @@ class DiskTier:
             look_up.plan,
             look_up.layers,
             n_total,
-            path_of=self.path_of,
+            path_of=self.root.path_of,
             verify=self._must_verify,
             pool=self._pool,
         )
@@ -201,32 +167,23 @@ class DiskTier:
         for piece in look_up.plan.pieces:
             self._pool.submit(self._read_ahead, piece.row, look_up.layers)
 
-    def path_of(self, name: str) -> Path:
-        """Return where the file of a snapshot is."""
-        return self.root / "snapshots" / name[:2] / (name + _SUFFIX)
-
     def _read_ahead(self, row: Row, layers: Layers) -> None:
         with contextlib.suppress(Exception), self.open(row, layers) as file:
             file.read_ahead()
 
     def open(self, row: Row, layers: Layers) -> snapshot.SnapshotFile:
         """Open the file of a snapshot."""
-        path, shape = self.path_of(row.name), Shape(layers, row.extent)
+        path, shape = self.root.path_of(row.name), Shape(layers, row.extent)
         return snapshot.SnapshotFile(path, shape, row.nbytes, row.checksums)
 
     def _must_verify(self, name: str, chunk: int) -> bool:
         if self._verify != "first-use":
             return self._verify == "always"
-        key = (name, chunk)
+        key = name, chunk
         if key in self._verified:
             return False
         self._verified.add(key)
         return True
-
-    def distrust(self, names: Iterable[str]) -> None:
-        """Verify these snapshots again at their next use."""
-        names = set(names)
-        self._verified = {key for key in self._verified if key[0] not in names}
 
     # -------------------------------------------------------------- writing
 
@@ -242,55 +199,33 @@ class DiskTier:
         layout = self._writer.layout(new.namespace, new.capture.text)
         for _ in range(_TRIES):
             with contextlib.suppress(ParentGone):
-                found = self._writer.find(layout, new.tokens)
-                if found.n_tokens < len(new.tokens):
-                    if layout.is_whole:
-                        found = Found()  # nothing of another run is continued
-                    extent = self._rows_extent(new, found)
-                    self._write(layout, new, found, extent)
-                    found = self._writer.find(layout, new.tokens)
+                found = self._save_rows(layout, new)
                 if self._needs_checkpoint(layout, new, found):
-                    extent = self._checkpoint_extent(new, found)
-                    self._write(layout, new, found, extent)
+                    self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)
                 self._mark(layout, new, found)
                 return
         raise NotCovered("what it continues was evicted again and again")
 
+    def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
+        """Write the rows that the chain lacks; return the chain that has them all."""
+        found = self._writer.find(layout, new.tokens)
+        if found.n_tokens == len(new.tokens):
+            return found
+        if layout.is_whole:
+            found = Found()  # nothing of another run is continued
+        self._write(layout, new, found, delta.of_rows(new, found))
+        return self._writer.find(layout, new.tokens)
+
     def _needs_checkpoint(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
-        """Whether the end of *new* needs a snapshot of no tokens, for its state, for
+        """Whether the end of *new* needs a snapshot of no tokens: for its state, for
         rows of windows that the chain lacks, or to bear a label."""
         row = self._writer.row_at(layout, new.tokens)
         if resume.has_state(new.layers):
             return row is None or not row.is_checkpoint
         if row is None and new.is_special:
             return True
-        plan_ = self._plan(self._writer, new.layers, found)
-        return plan_.n_tokens < len(new.tokens)
-
-    def _rows_extent(self, new: NewSnapshot, found: Found) -> Extent:
-        """Return what a snapshot of the new tokens holds: all rows of full layers,
-        and of windows those that the live cache still has."""
-        start, end = found.n_tokens, len(new.tokens)
-        missing = self._missing(new, found)
-        ranges = [union([*wanted, (start, end)]) for wanted in missing]
-        return _extent(new, start, end, ranges, with_state=False)
-
-    def _checkpoint_extent(self, new: NewSnapshot, found: Found) -> Extent:
-        """Return what a snapshot of no tokens holds: the state, and what rows are
-        needed to go on from there but are not on the chain."""
-        end = len(new.tokens)
-        return _extent(new, end, end, self._missing(new, found), with_state=True)
-
-    def _missing(self, new: NewSnapshot, found: Found) -> list[Ranges]:
-        """Return, by leaf, the tokens below the chain's end whose rows are needed to
-        go on from the end of *new*, and which the chain lacks."""
-        wanted = resume.needs(new.layers, len(new.tokens), new.capture.rings)
-        pieces = pieces_of(found)
-        return [
-            clip(subtract(ranges, held_by(pieces, leaf)), 0, found.n_tokens)
-            for leaf, ranges in enumerate(wanted)
-        ]
+        return _plan(self._writer, new.layers, found).n_tokens < len(new.tokens)
 
     def _mark(self, layout: Layout, new: NewSnapshot, found: Found) -> None:
         """Record the use of a prompt, and give its row what an insert asks for."""
@@ -303,30 +238,15 @@ class DiskTier:
     def _write(
         self, layout: Layout, new: NewSnapshot, found: Found, extent: Extent
     ) -> None:
-        """Write one snapshot and add its row."""
+        """Write one snapshot, add its row, and keep to the budget."""
         parent = found.chain[-1] if found.chain else None
-        name = secrets.token_hex(16)
-        contents = Contents(
-            id=name,
-            namespace=asdict(new.namespace),
-            layers=new.layers,
-            parent=parent.name if parent else None,
-            extent=extent,
-            end_digest=prefix.end_digest(layout.seed, new.tokens).hex(),
-            kind=new.kind,
-            created_ns=time.time_ns(),
-            writer=_writer_tag(),
-        )
-        body = Body(
-            new.capture.parts(),
-            new.capture.state_bytes() if extent.state else [],
-            new.tokens[extent.start :],
-        )
+        contents = _contents(layout, new, parent, extent)
+        name = contents.id
         spare = frozenset(row.id for row in found.chain)
         held = sum(row.nbytes for row in found.chain)
         self._make_room(snapshot.nbytes_of(contents), held, spare)
-        with self._new_file(name) as (fd, publish):
-            written = snapshot.write(fd, contents, body)
+        with self.root.new_file(name) as (fd, publish):
+            written = snapshot.write(fd, contents, _body(new, extent))
             publish()
             row = NewRow(
                 name=name,
@@ -340,15 +260,19 @@ class DiskTier:
                 ttl_s=new.ttl_s,
             )
             try:
-                self._writer.add(row)
+                id_ = self._writer.add(row)
             except Duplicate:
-                self.path_of(name).unlink()
+                self.root.unlink(name)
                 return
             except BaseException:
-                self.path_of(name).unlink(missing_ok=True)
+                self.root.unlink(name)
                 raise
         self.bytes_written += written.nbytes
-        self._make_room(0, held, spare | {row.id for row in self._writer.named(name)})
+        try:
+            self._make_room(0, held, spare | {id_})
+        except TooLarge:  # the index grew over the last of the budget
+            self.remove([id_])
+            raise
 
     def _thin_out(self, found: Found) -> None:
         """Keep the number of states on one chain within its bound.
@@ -371,40 +295,7 @@ class DiskTier:
             if self._writer.remove_leaf(row.id):
                 self._unlink([row])
 
-    @contextlib.contextmanager
-    def _new_file(self, name: str) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Yield the descriptor of a new file and what gives it its final name."""
-        final = self.path_of(name)
-        temporary = final.with_suffix(_TEMPORARY)
-        final.parent.mkdir(mode=0o700, exist_ok=True)
-        try:
-            with snapshot.create(temporary) as fd:
-                yield fd, lambda: os.rename(temporary, final)
-        finally:
-            temporary.unlink(missing_ok=True)
-
     # --------------------------------------------------------------- budget
-
-    def nbytes(self) -> int:
-        """Return the bytes of everything under the root."""
-        return sum(size for _, size in _files(self.root))
-
-    def files(self) -> list[Path]:
-        """Return every file under the root but the index and the lock."""
-        own = {"index.db", "index.db-wal", "index.db-shm", "store.lock"}
-        return [
-            path
-            for path, _ in _files(self.root)
-            if path.parent != self.root or path.name not in own
-        ]
-
-    def is_ours(self, path: Path) -> bool:
-        """Whether a file has the place and the name of a snapshot."""
-        named = path in (
-            self.path_of(path.stem),
-            self.path_of(path.stem).with_suffix(_TEMPORARY),
-        )
-        return named and not path.is_symlink()
 
     def _make_room(self, nbytes: int, held: int, spare: frozenset[int]) -> None:
         """Bring everything under the root to the budget less *nbytes*.
@@ -422,18 +313,18 @@ class DiskTier:
         if not self._swept:
             self._swept = True
             self.sweep()
-        total = self.nbytes() + nbytes
-        if total <= self.max_bytes:
+        if self.root.nbytes() + nbytes <= self.max_bytes:
             return
         self.sweep()
+        self._writer.truncate_log()
         self.evict(self.max_bytes - nbytes, spare)
-        total = self.nbytes() + nbytes
+        total = self.root.nbytes() + nbytes
         if total > self.max_bytes:
             raise TooLarge(total, self.max_bytes)
 
     def evict(self, max_bytes: int, spare: frozenset[int] = frozenset()) -> None:
         """Evict leaves until everything under the root is within *max_bytes*."""
-        total = self.nbytes()
+        total = self.root.nbytes()
         for row in self._writer.victims(spare):
             if total <= max_bytes:
                 return
@@ -444,12 +335,12 @@ class DiskTier:
 
     def sweep(self) -> None:
         """Remove files of ours that no row knows and no process is making."""
-        known = {self.path_of(name) for name in self._writer.names()}
-        for path in self.files():
+        known = {self.root.path_of(name) for name in self._writer.names()}
+        for path in self.root.files():
             # First the lock, which is held until the row is there, then the row.
             if (
                 path not in known
-                and self.is_ours(path)
+                and self.root.is_ours(path)
                 and snapshot.is_abandoned(path)
                 and not self.knows(path)
             ):
@@ -457,7 +348,7 @@ class DiskTier:
 
     def knows(self, path: Path) -> bool:
         """Whether a row points to the file at *path* by now."""
-        return path.suffix == _SUFFIX and self.index.has(path.stem)
+        return self.root.is_final(path) and self.index.has(path.stem)
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and what continues them; return their rows."""
@@ -471,16 +362,16 @@ class DiskTier:
 
     def _unlink(self, removed: Iterable[Row]) -> None:
         for row in removed:
-            self.path_of(row.name).unlink(missing_ok=True)
+            self.root.unlink(row.name)
 
     # ----------------------------------------------------------------- uses
 
-    def note_use(self, chain: Iterable[Row]) -> bool:
+    def note_use(self, rows: Iterable[Row]) -> bool:
         """Note a use for `save_uses`; return whether that must be scheduled."""
         now = time.time_ns()
         with self._uses_lock:
             idle = not self._uses
-            self._uses.update((row.id, now) for row in chain)
+            self._uses.update((row.id, now) for row in rows)
             return idle and bool(self._uses)
 
     def save_uses(self) -> None:
@@ -490,62 +381,34 @@ class DiskTier:
         self._writer.touch(uses.items())
 
 
-def _extent(
-    new: NewSnapshot, start: int, end: int, ranges: list[Ranges], *, with_state: bool
-) -> Extent:
-    """Group the leaves by what is held of them, full attention first.
+def _plan(index: Index, layers: Layers, found: Found) -> Plan:
+    """Return how far a chain can be resumed; only some layers need checkpoints."""
+    is_cuttable = resume.is_cuttable(layers)
+    return plan(found, layers, [] if is_cuttable else index.checkpoints(found))
 
-    Raises:
-        NotCovered: The capture lacks rows of full attention.
-    """
-    capture = new.capture
-    leaves_by_ranges: dict[Ranges, list[int]] = {}
-    for leaf, wanted in enumerate(ranges):
-        kind = codecs.codec_by_tag(leaves(new.layers)[leaf].tag).kind
-        held = intersect(wanted, capture.held(leaf))
-        if kind == "full" and held != wanted:
-            raise NotCovered(f"tokens {subtract(wanted, held)} were evicted meanwhile")
-        if held:
-            leaves_by_ranges.setdefault(held, []).append(leaf)
-    bands = tuple(
-        Band(tuple(numbers), ranges)
-        for ranges, numbers in sorted(
-            leaves_by_ranges.items(), key=lambda item: (-count(item[0]), item[0])
-        )
+
+def _contents(
+    layout: Layout, new: NewSnapshot, parent: Row | None, extent: Extent
+) -> Contents:
+    return Contents(
+        id=secrets.token_hex(16),
+        namespace=asdict(new.namespace),
+        layers=new.layers,
+        parent=parent.name if parent else None,
+        extent=extent,
+        end_digest=prefix.end_digest(layout.seed, new.tokens).hex(),
+        kind=new.kind,
+        created_ns=time.time_ns(),
+        writer=_writer_tag(),
     )
-    state = capture.state if with_state else ()
-    return Extent(start, end, bands, capture.rings, state)
+
+
+def _body(new: NewSnapshot, extent: Extent) -> Body:
+    state = new.capture.state_bytes() if extent.state else []
+    return Body(new.capture.parts(), state, new.tokens[extent.start :])
 
 
 @functools.cache
 def _writer_tag() -> str:
     names = ("mlx-promptstore", "mlx-lm", "mlx")
     return ", ".join(f"{name} {metadata.version(name)}" for name in names)
-
-
-def _make_root(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise StoreUnavailable(root, "is a file, not a directory")
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (root / "snapshots").mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StoreUnavailable(
-            root, f"cannot be used as a store: {error.strerror}"
-        ) from error
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise StoreUnavailable(root, "cannot be written; open it with read_only=True")
-
-
-def _files(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Yield every file under *directory* with its size; links are not followed."""
-    try:
-        entries = list(os.scandir(directory))
-    except OSError:
-        return
-    for entry in entries:
-        with contextlib.suppress(OSError):
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
-            else:
-                yield Path(entry.path), entry.stat(follow_symlinks=False).st_size

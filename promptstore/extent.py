@@ -96,7 +96,7 @@ class Extent:
                 for leaf, name, dtype, shape in value["state"]
             )
             _ = [array.nbytes for array in state]
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an extent: {error}") from error
         return cls(start, end, bands, rings, state)
 

@@ -103,7 +103,9 @@ def from_text(text: str) -> Layers:
     try:
         layers = _from_json(json.loads(text.removeprefix(_WHOLE)))
         token_bytes(layers)
-    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (
+        TypeError, AttributeError, KeyError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise ValueError(f"not a description of layers: {error}") from error
     return layers
 

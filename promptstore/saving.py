@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from promptstore.capture import Intake, take_in
 from promptstore.counters import Counters
-from promptstore.disk import DiskTier, NewSnapshot
+from promptstore.delta import NewSnapshot
+from promptstore.disk import DiskTier
 from promptstore.layers import token_bytes
 from promptstore.memory import Entry, MemoryTier
 from promptstore.tokens import Tokens

@@ -336,7 +336,7 @@ class PromptStore:
         return dataclasses.replace(
             stats,
             n_snapshots=disk.index.n_snapshots(),
-            disk_bytes=disk.nbytes(),
+            disk_bytes=disk.root.nbytes(),
             bytes_written=disk.bytes_written,
             bytes_read=disk.bytes_read,
             n_evicted_disk=disk.n_evicted,

@@ -36,7 +36,10 @@ def as_tokens(tokens: Any, name: str = "tokens") -> Tokens:
                 f"{name} must be a list, tuple or array of integers, "
                 f"not {type(tokens).__name__}"
             )
-        tokens = np.asarray(tokens)
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:  # numpy has no bfloat16
+            raise TypeError(f"{name} must hold integers, not {tokens.dtype}") from None
     if tokens.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not {tokens.ndim}-d")
     if tokens.dtype.kind not in "iu":
@@ -49,7 +52,11 @@ def as_tokens(tokens: Any, name: str = "tokens") -> Tokens:
 def _from_sequence(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:
     # array() takes a third of the time of np.array() for a list of ints.
     try:
-        return np.frombuffer(array("I", tokens), np.uint32).astype(np.int64)
+        ids = np.frombuffer(array("I", tokens), np.uint32).astype(np.int64)
+        # array() takes a bool for 0 or 1.
+        if any(type(tokens[i]) is bool for i in np.flatnonzero(ids <= 1)):
+            return _from_objects(tokens, name)
+        return ids
     except OverflowError:
         pass
     except TypeError:

@@ -33,7 +33,7 @@ class Writer:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._nbytes = 0
-        self._n_open = 0  # queued or running
+        self._n_submitted = self._n_done = 0
         self._n_failed = 0
         self._first: BaseException | None = None
         self._closed = False
@@ -47,7 +47,7 @@ class Writer:
     @property
     def n_jobs(self) -> int:
         """Jobs that are queued or running."""
-        return self._n_open
+        return self._n_submitted - self._n_done
 
     def submit(
         self, run: Callable[[], None], nbytes: int = 0, timeout_s: float | None = None
@@ -69,7 +69,7 @@ class Writer:
                 return False
             self._jobs.append(_Job(run, nbytes))
             self._nbytes += nbytes
-            self._n_open += 1
+            self._n_submitted += 1
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._loop, name="promptstore-writer", daemon=True
@@ -99,9 +99,10 @@ class Writer:
             TimeoutError: It takes longer than *timeout_s*.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._n_open, timeout_s):
+            until = self._n_submitted  # what comes later is not waited for
+            if not self._changed.wait_for(lambda: self._n_done >= until, timeout_s):
                 raise TimeoutError(
-                    f"{self._n_open} write(s) are not done after {timeout_s} s"
+                    f"{until - self._n_done} write(s) are not done after {timeout_s} s"
                 )
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -126,10 +127,8 @@ class Writer:
             self._first = self._first or error
 
     def _has_room(self, nbytes: int) -> bool:
-        return self._closed or not self._nbytes or self._fits(nbytes)
-
-    def _fits(self, nbytes: int) -> bool:
-        return self._nbytes + nbytes <= self._max_bytes
+        is_small = not nbytes or self._nbytes + nbytes <= self._max_bytes
+        return self._closed or not self._nbytes or is_small
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
@@ -140,7 +139,7 @@ class Writer:
             done, job = job.nbytes, None  # drop what the job kept alive first
             with self._changed:
                 self._nbytes -= done
-                self._n_open -= 1
+                self._n_done += 1
                 self._changed.notify_all()
 
     def _next(self) -> _Job | None:

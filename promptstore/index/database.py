@@ -35,12 +35,16 @@ def prepare(path: Path, lock: Path) -> None:
             if set(NAMES) - _applied(db):
                 _migrate(db)
         except sqlite3.DatabaseError as error:
-            raise StoreUnavailable(path, f"cannot be opened: {error}") from error
+            raise _unavailable(path, "cannot be opened", error) from error
         finally:
             db.close()
     for suffix in ("", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.chmod(f"{path}{suffix}", 0o600)
+
+
+def _unavailable(path: Path, problem: str, error: Exception | None) -> StoreUnavailable:
+    return StoreUnavailable(path.parent, f"its {path.name} {problem}: {error}")
 
 
 def _migrate(db: sqlite3.Connection) -> None:
@@ -67,7 +71,7 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
         os.close(fd)
         db = _configure(sqlite3.connect(path, **_OPTIONS))
     except (OSError, sqlite3.Error) as error:
-        raise StoreUnavailable(path, f"cannot be opened: {error}") from error
+        raise _unavailable(path, "cannot be opened", error) from error
     return db
 
 
@@ -83,7 +87,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
             error = failure
             continue
         return db
-    raise StoreUnavailable(path, f"cannot be read: {error}")
+    raise _unavailable(path, "cannot be read", error)
 
 
 _OPTIONS: Any = {
@@ -103,9 +107,9 @@ def refuse_newer(db: sqlite3.Connection, path: Path) -> None:
     try:
         unknown = _applied(db) - set(NAMES)
     except sqlite3.DatabaseError as error:
-        raise StoreUnavailable(path, f"is not a database: {error}") from error
+        raise _unavailable(path, "is not a database", error) from error
     if unknown:
-        raise StoreTooNew(path, tuple(sorted(unknown)))
+        raise StoreTooNew(path.parent, tuple(sorted(unknown)))
 
 
 def _applied(db: sqlite3.Connection) -> set[str]:
@@ -120,7 +124,10 @@ def _applied(db: sqlite3.Connection) -> set[str]:
 
 @contextlib.contextmanager
 def _flock(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unavailable(path, "cannot be locked", error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

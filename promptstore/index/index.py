@@ -77,12 +77,13 @@ class Index:
 
     def row_at(self, layout: Layout, tokens: Tokens) -> Row | None:
         """Return the snapshot that ends with exactly *tokens*, a checkpoint first."""
-        found = self._rows(
+        rows = self._rows(
             "where layout = ? and end_digest = ? order by start_token desc",
             layout.id,
             prefix.end_digest(layout.seed, tokens),
         )
-        return found[0] if found else None
+        same = (row for row in rows if np.array_equal(self.tokens_of(row), tokens))
+        return next(same, None)
 
     def checkpoints(self, found: Found) -> list[Row]:
         """Return the checkpoints on a chain, the deepest first."""
@@ -177,8 +178,8 @@ class Index:
             ).fetchone()
         return Layout(id_, prefix.seed(digest, layers), layers)
 
-    def add(self, new: NewRow) -> None:
-        """Add a snapshot whose file is whole, synced and in its place.
+    def add(self, new: NewRow) -> int:
+        """Add a snapshot whose file is whole, synced and in its place; return its id.
 
         Raises:
             ParentGone: The parent is no longer there.
@@ -221,13 +222,15 @@ class Index:
             )
             if not done.rowcount:
                 raise Duplicate
+            id_ = int(done.lastrowid or 0)
             if new.layout.is_whole:
-                return  # found by its end alone
+                return id_  # found by its end alone
             boundaries = range(start // prefix.BLOCK + 1, end // prefix.BLOCK + 1)
             self._db.executemany(
                 "insert into prefixes values (?, ?, ?) on conflict do nothing",
-                [(chain[b], b * prefix.BLOCK, done.lastrowid) for b in boundaries],
+                [(chain[b], b * prefix.BLOCK, id_) for b in boundaries],
             )
+        return id_
 
     def mark(
         self, row: Row, *, label: str | None, pinned: bool, ttl_s: float | None
@@ -318,6 +321,11 @@ class Index:
                 (id_,),
             )
             return bool(done.rowcount)
+
+    def truncate_log(self) -> None:
+        """Move what is in the write-ahead log into the database."""
+        with self._lock:
+            self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

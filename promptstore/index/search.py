@@ -80,6 +80,8 @@ class Search:
         return Found()
 
     def _descend(self, chain: list[Row], position: int, expired: bool) -> Found:
+        if chain and not expired:  # the last one may go on where its child did not
+            position = chain[-1].start + self._shared(chain[-1], chain[-1].end)
         while position < len(self._tokens) and not expired:
             parent = chain[-1].id if chain else None
             child = self._best_child(parent, position)
@@ -122,13 +124,16 @@ class Search:
         ).fetchone()
         return found[0] if found else None
 
-    def _ancestors(self, id_: int | None) -> list[Row]:
-        chain: list[Row] = []
-        while id_ is not None:
-            (row,) = select(self._db, "where id = ?", id_)
-            chain.append(row)
-            id_ = row.parent
-        return chain[::-1]
+    def _ancestors(self, id_: int) -> list[Row]:
+        """Return a snapshot and all that it continues, from the root."""
+        rows = select(
+            self._db,
+            "where id in (with recursive up (id) as (select ? union all "
+            "select parent from snapshots join up using (id) where parent is not null) "
+            "select id from up)",
+            id_,
+        )
+        return sorted(rows, key=lambda row: row.id)  # a parent's id is the smaller
 
     def _best_child(self, parent: int | None, position: int) -> Row | None:
         children = select(

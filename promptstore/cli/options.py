@@ -1,0 +1,58 @@
+"""Options that several commands share, and the store that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import platformdirs
+
+from promptstore.cli.errors import Failure
+
+if TYPE_CHECKING:
+    from promptstore import PromptStore
+
+store = click.option(
+    "--store",
+    "root",
+    metavar="DIR",
+    envvar="PROMPTSTORE_DIR",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    default=lambda: platformdirs.user_cache_path("promptstore"),
+    help="Directory of the store.  [default: the platform's cache directory]",
+)
+model = click.option(
+    "--model",
+    required=True,
+    help="A model directory, or the id of a model on the Hugging Face hub.",
+)
+adapter_path = click.option(
+    "--adapter-path",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="A LoRA adapter as mlx_lm.lora makes it.",
+)
+tenant = click.option(
+    "--tenant",
+    default="",
+    help="Whose prompts these are. Tenants share nothing.",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def open_existing(root: Path, *, read_only: bool = True) -> PromptStore | None:
+    """Return the store at *root*, or None if there is none; none is made.
+
+    Raises:
+        Failure: *root* is not a directory.
+        StoreUnavailable: What is there cannot be used.
+    """
+    from promptstore import PromptStore
+
+    if root.exists() and not root.is_dir():
+        raise Failure(f"{root}: is a file, not a directory")
+    if not (root / "index.db").exists():
+        return None
+    return PromptStore.open(root, memory_bytes=0, read_only=read_only)

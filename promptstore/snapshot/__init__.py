@@ -1,0 +1,36 @@
+"""One snapshot file: write it, read rows of it, verify it.
+
+Knows bytes and descriptions, not caches and not the index. A file is plain
+safetensors: the rows lie in chunks of 256 tokens, all layers of a band contiguous,
+so that a prefix of the tokens is a prefix of the band; state and token ids come last.
+The header is padded with spaces so that the rows start on a page.
+
+::
+
+    8 bytes   header length, little-endian
+    header    JSON, spaces up to a multiple of 4096
+    chunk 0   rows [start, start + 256) of layer 0 part 0, of layer 0 part 1, …
+    chunk 1   …
+    state     the arrays of recurrent layers
+    tokens    int64, little-endian
+"""
+
+from promptstore.snapshot.header import Contents, Written, nbytes_of
+from promptstore.snapshot.read import SnapshotFile, read_contents
+from promptstore.snapshot.rows import Placed, Rows, copy_rows
+from promptstore.snapshot.write import Body, create, is_abandoned, write
+
+__all__ = [
+    "Body",
+    "Contents",
+    "Placed",
+    "Rows",
+    "SnapshotFile",
+    "Written",
+    "copy_rows",
+    "create",
+    "is_abandoned",
+    "nbytes_of",
+    "read_contents",
+    "write",
+]

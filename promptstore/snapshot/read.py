@@ -1,0 +1,259 @@
+"""Read rows of a snapshot straight into their places, and verify it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from promptstore.errors import SnapshotCorrupt, SnapshotMissing, SnapshotUnreadable
+from promptstore.extent import Chunk, Shape
+from promptstore.ranges import Ranges, Run, covers, intersect
+from promptstore.snapshot import header
+from promptstore.snapshot.header import CHECKSUM_BYTES, Contents, Written
+from promptstore.snapshot.rows import Placed, Rows, advance, copy_rows, groups
+from promptstore.tokens import Tokens
+
+_MAX_HEADER = 1 << 30
+_STEP_BYTES = 4 << 20
+
+
+class SnapshotFile:
+    """An open snapshot, of which rows are read straight into their places.
+
+    Args:
+        path: The file.
+        shape: Where everything lies, as the index says.
+        nbytes: Its size, as the index says.
+        checksums: Of the header, of each chunk, of the state, of the tokens; 16
+            bytes each.
+
+    Raises:
+        SnapshotMissing: There is no such file.
+        SnapshotCorrupt: It is not of the size that was written.
+        SnapshotUnreadable: The system refused; nothing is proven.
+    """
+
+    def __init__(self, path: Path, shape: Shape, nbytes: int, checksums: bytes) -> None:
+        self.path = path
+        self._shape = shape
+        self._checksums = checksums
+        self._data_start = nbytes - shape.data_nbytes
+        self._fd = _open(path)
+        try:
+            info = os.fstat(self._fd)
+            size = info.st_size
+            if not stat.S_ISREG(info.st_mode):
+                raise SnapshotCorrupt(path, "is not a regular file")
+            if size != nbytes or self._data_start < 8:
+                raise SnapshotCorrupt(path, f"has {size} bytes instead of {nbytes}")
+            if len(checksums) != CHECKSUM_BYTES * (len(shape.chunks) + 3):
+                raise SnapshotCorrupt(path, "its row has checksums of another shape")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SnapshotFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+    def verify_header(self) -> None:
+        """Compare the header with its checksum.
+
+        Raises:
+            SnapshotCorrupt: They differ.
+        """
+        self._compare(0, self._read(0, self._data_start), "header")
+
+    def read_chunk(
+        self,
+        chunk: Chunk,
+        targets: Sequence[Sequence[Placed]],
+        wanted: Sequence[Ranges],
+        *,
+        verify: bool,
+    ) -> int:
+        """Read rows of one chunk into their places.
+
+        Args:
+            chunk: One of the shape's.
+            targets: By leaf, where the rows of its parts go.
+            wanted: By leaf, the tokens whose rows are wanted; others are not touched.
+            verify: Compare the chunk with its checksum.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            SnapshotCorrupt: The file is shorter, or the checksum differs.
+            SnapshotUnreadable: The system refused.
+        """
+        offset = self._data_start + chunk.offset
+        if all(covers(wanted[leaf], chunk.ranges) for leaf in chunk.band.leaves):
+            slabs = (
+                slab
+                for leaf in chunk.band.leaves
+                for target in targets[leaf]
+                for slab in target.slabs(chunk.ranges)
+            )
+            digest = self._scatter(offset, slabs, verify=verify)
+            if verify:
+                self._expect(chunk.index + 1, digest, f"chunk {chunk.index}")
+            return chunk.nbytes
+        data = self._read(offset, chunk.nbytes)
+        if verify:
+            self._compare(chunk.index + 1, data, f"chunk {chunk.index}")
+        self._place(chunk, data, targets, wanted)
+        return chunk.nbytes
+
+    def _place(
+        self,
+        chunk: Chunk,
+        data: Rows,
+        targets: Sequence[Sequence[Placed]],
+        wanted: Sequence[Ranges],
+    ) -> None:
+        """Copy what is wanted of a chunk that was read whole."""
+        runs, n_rows = [], 0
+        for lo, hi in chunk.ranges:
+            runs.append(Run(lo, hi, n_rows))
+            n_rows += hi - lo
+        at = 0
+        for leaf in chunk.band.leaves:
+            ranges = intersect(wanted[leaf], chunk.ranges)
+            for target in targets[leaf]:
+                heads, _, row_bytes = target.rows.shape
+                size = heads * n_rows * row_bytes
+                part = data[at : at + size].reshape(heads, n_rows, row_bytes)
+                copy_rows(Placed(part, tuple(runs)), target, ranges)
+                at += size
+
+    def read_state(self, targets: Sequence[Rows], *, verify: bool) -> int:
+        """Read the state arrays, as `read_chunk` reads rows; return the bytes read."""
+        offset = self._data_start + self._shape.rows_nbytes
+        digest = self._scatter(offset, targets, verify=verify)
+        if verify:
+            self._expect(len(self._shape.chunks) + 1, digest, "state")
+        return self._shape.state_nbytes
+
+    def verify_all(self) -> None:
+        """Compare everything in the file with its checksums.
+
+        Raises:
+            SnapshotCorrupt: Something differs.
+            SnapshotUnreadable: The system refused.
+        """
+        self.verify_header()
+        shape = self._shape
+        sections = [
+            (chunk.offset, chunk.nbytes, f"chunk {chunk.index}")
+            for chunk in shape.chunks
+        ]
+        sections.append((shape.rows_nbytes, shape.state_nbytes, "state"))
+        tokens_at = shape.rows_nbytes + shape.state_nbytes
+        sections.append((tokens_at, 8 * shape.n_tokens, "tokens"))
+        for index, (offset, nbytes, what) in enumerate(sections):
+            data = self._read(self._data_start + offset, nbytes)
+            self._compare(index + 1, data, what)
+
+    def read_ahead(self) -> None:
+        """Read all of the file and forget it, for the page cache."""
+        end = self._data_start + self._shape.data_nbytes
+        for offset in range(0, end, _STEP_BYTES):
+            self._read(offset, min(_STEP_BYTES, end - offset))
+
+    def _compare(self, index: int, data: Rows, what: str) -> None:
+        self._expect(index, xxhash.xxh3_128_digest(data.data), what)
+
+    def _expect(self, index: int, digest: bytes, what: str) -> None:
+        at = index * CHECKSUM_BYTES
+        if digest != self._checksums[at : at + CHECKSUM_BYTES]:
+            raise SnapshotCorrupt(self.path, f"the checksum of its {what} differs")
+
+    def _read(self, offset: int, nbytes: int) -> Rows:
+        data = np.empty(nbytes, np.uint8)
+        self._scatter(offset, [data], verify=False)
+        return data
+
+    def _scatter(self, offset: int, slabs: Iterable[Rows], *, verify: bool) -> bytes:
+        hasher = xxhash.xxh3_128()
+        for group in groups(slabs):
+            _readv(self.path, self._fd, offset, group)
+            offset += sum(len(view) for view in group)
+            if verify:
+                for view in group:
+                    hasher.update(view)
+        return hasher.digest()
+
+
+def _open(path: Path) -> int:
+    # Without O_NONBLOCK a FIFO in a snapshot's place would wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError as error:
+        raise SnapshotMissing(path, "the file is gone") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SnapshotCorrupt(path, "is a symbolic link") from error
+        raise SnapshotUnreadable(path, str(error)) from error
+
+
+def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
+    """Return what a file says of itself, its tokens, and what its row must carry.
+
+    For rebuilding an index; restoring never parses a header.
+
+    Raises:
+        SnapshotMissing, SnapshotUnreadable: As the system says.
+        SnapshotCorrupt: It is no snapshot, or the header does not describe the file.
+        SnapshotUnsupported: It is of another format.
+    """
+    fd = _open(path)
+    try:
+        size = os.fstat(fd).st_size
+        n_header = int.from_bytes(_pread(path, fd, 8, 0), "little")
+        if not 0 < n_header <= min(size - 8, _MAX_HEADER):
+            raise SnapshotCorrupt(path, "is no safetensors file")
+        head = _pread(path, fd, 8 + n_header, 0)
+        contents, sums = header.parse(path, head)
+        shape = contents.shape
+        if size != len(head) + shape.data_nbytes:
+            raise SnapshotCorrupt(path, "is not of the size that its header says")
+        at = len(head) + shape.rows_nbytes + shape.state_nbytes
+        ids = _pread(path, fd, 8 * shape.n_tokens, at)
+    finally:
+        os.close(fd)
+    if xxhash.xxh3_128_digest(ids) != sums[-CHECKSUM_BYTES:]:
+        raise SnapshotCorrupt(path, "the checksum of its tokens differs")
+    tokens = np.frombuffer(ids, "<i8").astype(np.int64)
+    return contents, tokens, Written(size, xxhash.xxh3_128_digest(head) + sums)
+
+
+def _pread(path: Path, fd: int, nbytes: int, offset: int) -> bytes:
+    data = np.empty(nbytes, np.uint8)
+    _readv(path, fd, offset, [data.data] if nbytes else [])
+    return data.tobytes()
+
+
+def _readv(path: Path, fd: int, offset: int, group: list[memoryview]) -> None:
+    while group:
+        try:
+            n = os.preadv(fd, group, offset)
+        except OSError as error:
+            raise SnapshotUnreadable(path, str(error)) from error
+        if not n:
+            raise SnapshotCorrupt(path, "ends before its rows do")
+        offset += n
+        group = advance(group, n)

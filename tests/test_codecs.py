@@ -1,0 +1,517 @@
+"""Facts about taking prompt caches apart and putting them together again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from builders import (
+    KEYS,
+    VALUES,
+    attended,
+    concatenated,
+    cut_to,
+    kv,
+    prefill,
+    prints,
+    quantized,
+    tiny_model,
+    tokens,
+    values,
+)
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from promptstore import NotCovered, buffers, codecs
+from promptstore.layers import Layer, RowPart
+
+BUILDERS: dict[str, Callable[[int], list[Any]]] = {
+    "KVCache": kv,
+    "KVCache bfloat16": lambda n: kv(n, dtype=mx.bfloat16),
+    "KVCache float16": lambda n: kv(n, dtype=mx.float16),
+    "ConcatenateKVCache": concatenated,
+    "QuantizedKVCache 8/32": lambda n: quantized(n, 8, 32),
+    "QuantizedKVCache 4/64": lambda n: quantized(n, 4, 64),
+    "QuantizedKVCache bfloat16": lambda n: quantized(n, 4, 32, dtype=mx.bfloat16),
+    "mixed": lambda n: [*quantized(n), *kv(n), *concatenated(n)],
+}
+SIZES = [1, 3, 255, 256, 257, 700]
+
+every_class = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+
+
+def offsets(cache: list[Any]) -> list[int]:
+    return [layer.offset for layer in cache]
+
+
+def append(cache: list[Any], n: int = 1) -> None:
+    """Give every layer *n* more tokens, of values that no builder makes."""
+    for layer in cache:
+        wide = layer.group_size if isinstance(layer, QuantizedKVCache) else 8
+        array = layer.keys[1] if isinstance(layer.keys, tuple) else layer.keys
+        rows = mx.full((1, array.shape[1], n, wide), 250).astype(array.dtype)
+        layer.update_and_fetch(rows, rows)
+        mx.eval(attended([layer]))
+
+
+class MyKVCache(KVCache):
+    """A subclass may keep more than its parent: it is not its parent."""
+
+
+# ------------------------------------------------------------------ describe
+
+
+def test_full_attention_is_described_by_heads_width_and_dtype() -> None:
+    """Padding and length are not part of a description."""
+    expected = Layer(
+        "full/1", (RowPart("keys", 2, 8, "BF16"), RowPart("values", 2, 8, "BF16"))
+    )
+    for n in (1, 256, 300):
+        assert (expected,) * 2 == codecs.describe(kv(n, dtype=mx.bfloat16))
+
+
+def test_concatenated_attention_has_a_tag_of_its_own() -> None:
+    """Two classes are two kinds, even where their rows look alike."""
+    expected = Layer(
+        "concatenate/1", (RowPart("keys", 2, 8, "F32"), RowPart("values", 2, 8, "F32"))
+    )
+    assert (expected,) * 2 == codecs.describe(concatenated(5))
+
+
+def test_quantized_attention_is_described_by_six_parts_and_its_settings() -> None:
+    """Packed values, scales and biases, the bits and the group size."""
+    (layer,) = codecs.describe(quantized(5, 4, 64, n_layers=1, dtype=mx.float16))
+    expected = Layer(
+        "quantized/1",
+        tuple(
+            RowPart(f"{part}.{name}", 2, width, dtype)
+            for part in ("keys", "values")
+            for name, width, dtype in (
+                ("packed", 8, "U32"),
+                ("scales", 1, "F16"),
+                ("biases", 1, "F16"),
+            )
+        ),
+        {"bits": 4, "group_size": 64},
+    )
+    assert expected == layer
+
+
+def test_keys_and_values_may_differ_in_width() -> None:
+    """Models with values narrower than keys, or of no width, are described so."""
+    layer = KVCache()
+    layer.update_and_fetch(mx.zeros((1, 2, 3, 8)), mx.zeros((1, 2, 3, 0)))
+    (described,) = codecs.describe([layer])
+    assert [part.head_dim for part in described.parts] == [8, 0]
+    (clone,) = codecs.clone([layer], 3)
+    assert [array.shape[3] for array in attended([clone])] == [8, 0]
+
+
+@pytest.mark.parametrize("make", [KVCache, ConcatenateKVCache, QuantizedKVCache])
+def test_a_batch_of_two_is_refused(make: type[Any]) -> None:
+    """A cache of several sequences belongs to no one prompt; the error says so."""
+    layer = make()
+    layer.update_and_fetch(mx.zeros((2, 2, 3, 64)), mx.zeros((2, 2, 3, 64)))
+    for ask in (codecs.describe, lambda cache: codecs.clone(cache, 3)):
+        with pytest.raises(ValueError, match=f"{make.__name__} of 2 sequences"):
+            ask([layer])
+
+
+# ------------------------------------------------------------------ n_cached
+
+
+@every_class
+@pytest.mark.parametrize("n", SIZES)
+def test_n_cached_is_what_the_layers_hold(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """The length is read from the layers, padding not counted."""
+    assert n == codecs.n_cached(build(n))
+
+
+@every_class
+def test_n_cached_follows_a_trim(build: Callable[[int], list[Any]]) -> None:
+    """What mlx-lm trimmed away is no longer held, whatever the arrays still show."""
+    cache = build(8)
+    for layer in cache:
+        layer.trim(5)
+    assert codecs.n_cached(cache) == 3
+
+
+def test_layers_that_disagree_hold_what_the_shortest_holds() -> None:
+    """One lagging layer, or one never used, decides."""
+    assert codecs.n_cached([*kv(8), *kv(5), *quantized(9)]) == 5
+    assert codecs.n_cached([*kv(8), KVCache()]) == 0
+    assert codecs.n_cached([*kv(8), ConcatenateKVCache()]) == 0
+    assert codecs.n_cached([*kv(8), QuantizedKVCache()]) == 0
+
+
+def test_a_cache_without_layers_or_tokens_holds_nothing() -> None:
+    """No layers, or empty layers, hold no token."""
+    assert codecs.n_cached([]) == 0
+    assert codecs.n_cached([KVCache(), QuantizedKVCache(), ConcatenateKVCache()]) == 0
+
+
+def test_an_offset_beyond_the_rows_is_not_believed() -> None:
+    """A layer holds no more tokens than it has rows."""
+    (layer,) = concatenated(8, n_layers=1)
+    layer.offset = 12
+    assert codecs.n_cached([layer]) == 8
+
+
+def test_a_class_without_codec_holds_what_its_offset_says() -> None:
+    """A ring that wrapped says how many tokens it saw."""
+    ring = RotatingKVCache(max_size=4)
+    for _ in range(9):
+        ring.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
+    assert codecs.n_cached([ring]) == 9
+    assert codecs.n_cached([ring, *kv(5)]) == 5
+
+
+@pytest.mark.parametrize(
+    "layer", [ArraysCache(2), BatchKVCache([0]), CacheList(KVCache()), object()]
+)
+def test_a_class_that_does_not_say_its_length_is_not_covered(layer: Any) -> None:
+    """Nothing is guessed; the class is named."""
+    with pytest.raises(NotCovered, match=type(layer).__name__):
+        codecs.n_cached([*kv(5), layer])
+
+
+# --------------------------------------------------------------------- clone
+
+
+@every_class
+@pytest.mark.parametrize("n", SIZES)
+def test_a_clone_is_equal_bit_for_bit(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Classes, settings, offsets, dtypes and all attended rows are the same."""
+    cache = build(n)
+    clone = codecs.clone(cache, n)
+    assert [type(layer) for layer in cache] == [type(layer) for layer in clone]
+    assert [n] * len(cache) == offsets(clone)
+    assert prints(cache) == prints(clone)
+    assert codecs.describe(cache) == codecs.describe(clone)
+
+
+@every_class
+@pytest.mark.parametrize("n", SIZES)
+def test_updating_the_original_leaves_a_clone_alone(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Invariant 3: nothing that a caller does afterwards changes what is stored."""
+    cache = build(n)
+    expected = prints(cache)
+    clone = codecs.clone(cache, n)
+    append(cache)
+    append(cache, 2)
+    for layer in cache:
+        layer.trim(n)
+    append(cache)
+    assert expected == prints(clone)
+    assert [n] * len(clone) == offsets(clone)
+
+
+@every_class
+@pytest.mark.parametrize("n", SIZES)
+def test_updating_a_clone_leaves_the_original_alone(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Invariant 3, the other way: what was handed out changes nothing here."""
+    cache = build(n)
+    expected = prints(cache)
+    clone = codecs.clone(cache, n)
+    append(clone)
+    append(clone, 2)
+    codecs.cut(clone, 1)
+    append(clone)
+    assert expected == prints(cache)
+    assert [n] * len(cache) == offsets(cache)
+
+
+@every_class
+def test_overwriting_rows_in_place_leaves_a_clone_alone(
+    build: Callable[[int], list[Any]],
+) -> None:
+    """Even rows that both hold are copied before one of them is overwritten."""
+    cache = build(8)
+    expected = prints(cache)
+    clone = codecs.clone(cache, 8)
+    for layer in cache:
+        if isinstance(layer, ConcatenateKVCache):
+            layer.keys[..., :4, :] = 250
+        else:
+            layer.trim(8)
+    append([c for c in cache if not isinstance(c, ConcatenateKVCache)], 4)
+    mx.eval(codecs.part_arrays(cache))
+    assert expected == prints(clone)
+
+
+def test_clones_of_one_cache_are_independent() -> None:
+    """Two that begin with the same rows continue them differently."""
+    cache = kv(5)
+    first, second = codecs.clone(cache, 5), codecs.clone(cache, 5)
+    append(first, 3)
+    expected = prints(first)
+    append(second, 4)
+    assert expected == prints(first)
+    assert offsets(second) == [9, 9]
+
+
+def test_bytes_seen_through_a_clone_stay_while_the_original_grows() -> None:
+    """The writer may read a clone's memory while the caller generates on."""
+    cache = kv(8)
+    clone = codecs.clone(cache, 8)
+    views = [buffers.rows(array) for array in codecs.part_arrays(clone)]
+    expected = [view.tobytes() for view in views]
+    append(cache)
+    append(cache)
+    assert expected == [view.tobytes() for view in views]
+
+
+@pytest.mark.parametrize("build", [kv, quantized, concatenated])
+def test_a_clone_shares_memory(build: Callable[[int], list[Any]]) -> None:
+    """A clone costs no bytes until one of the two is updated."""
+    cache = build(300)
+    clone = codecs.clone(cache, 300)
+    expected, actual = (
+        [buffers.rows(array).ctypes.data for array in codecs.part_arrays(c)]
+        for c in (cache, clone)
+    )
+    assert expected == actual
+
+
+@every_class
+@pytest.mark.parametrize("n", [1, 256, 280, 512, 699])
+def test_a_shorter_clone_is_cut_in_every_layer(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """A clone of the first tokens attends to exactly these, and goes on from there."""
+    cache = build(700)
+    expected = prints(cut_to(cache, n))
+    clone = codecs.clone(cache, n)
+    assert [n] * len(cache) == offsets(clone)
+    assert expected == prints(clone)
+    append(clone)
+    assert [n + 1] * len(cache) == offsets(clone)
+    assert {n + 1} == {array.shape[2] for array in attended(clone)}
+    assert prints(build(700)) == prints(cache)
+
+
+def test_a_clone_of_layers_that_disagree_is_as_long_as_the_shortest() -> None:
+    """Cut to what all layers hold, no layer keeps a token of its own."""
+    cache = [*kv(8), *kv(5), *concatenated(9)]
+    clone = codecs.clone(cache, codecs.n_cached(cache))
+    assert offsets(clone) == [5] * 6
+    assert {array.shape[2] for array in attended(clone)} == {5}
+
+
+def test_a_clone_is_evaluated() -> None:
+    """Invariant 10: another thread may read a clone of a cache that was lazy."""
+    cache = kv(5)
+    for layer in cache:
+        layer.keys = layer.keys + 1
+    clone = codecs.clone(cache, 5)
+    expected = [
+        values(0, 5, layer=number, part=part) + (part == KEYS)
+        for number in range(2)
+        for part in (KEYS, VALUES)
+    ]
+    actual = [buffers.rows(array) for array in codecs.part_arrays(clone)]
+    for want, rows in zip(expected, actual, strict=True):
+        assert np.array_equal(want[0], rows.view(np.float32)[:, :5])
+
+
+# ------------------------------------------------------------------------ cut
+
+
+@every_class
+@pytest.mark.parametrize("n", [1, 255, 256, 280, 512, 699])
+def test_a_cut_is_made_in_every_layer_and_lasts(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """After a cut and one more token a layer attends to n + 1, not to all."""
+    cache = build(700)
+    expected = prints(cut_to(cache, n))
+    codecs.cut(cache, n)
+    assert expected == prints(cache)
+    append(cache)
+    assert [n + 1] * len(cache) == offsets(cache)
+    assert {n + 1} == {array.shape[2] for array in attended(cache)}
+    for layer in cache:
+        layer.trim(1)
+    assert codecs.n_cached(cache) == n
+
+
+def test_what_a_trim_took_from_a_concatenated_cache_stays_away() -> None:
+    """Fault T02: 8 tokens, 5 trimmed; a clone holds 3 rows and attends to 3 + 1."""
+    cache = concatenated(8)
+    for layer in cache:
+        layer.trim(5)
+    clone = codecs.clone(cache, codecs.n_cached(cache))
+    assert [array.shape[2] for array in codecs.part_arrays(clone)] == [3] * 4
+    assert prints(concatenated(3)) == prints(clone)
+    append(clone)
+    assert offsets(clone) == [4, 4]
+    for number, layer in enumerate(clone):
+        keys, _ = layer.keys_and_values()
+        assert keys.shape[2] == 4
+        before = values(0, 3, layer=number, part=KEYS)
+        assert np.array_equal(before, np.array(keys[:, :, :3]))
+        assert (np.array(keys[:, :, 3]) == 250).all()
+
+
+@pytest.mark.parametrize("build", [kv, quantized])
+def test_what_a_trim_took_is_not_attended_in_a_clone(
+    build: Callable[[int], list[Any]],
+) -> None:
+    """Of 8 tokens with 5 trimmed a clone attends to 3, and then to 3 + 1."""
+    cache = build(8)
+    for layer in cache:
+        layer.trim(5)
+    clone = codecs.clone(cache, codecs.n_cached(cache))
+    assert prints(build(3)) == prints(clone)
+    append(clone)
+    assert {array.shape[2] for array in attended(clone)} == {4}
+
+
+# -------------------------------------------------------------------- rebuild
+
+
+@every_class
+@pytest.mark.parametrize("n", SIZES)
+def test_description_and_arrays_make_the_cache_again(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """A cache rebuilt from copies of its parts is equal bit for bit and goes on."""
+    cache = build(n)
+    arrays = [mx.contiguous(array[:, :, :n]) for array in codecs.part_arrays(cache)]
+    mx.eval(arrays)
+    rebuilt = codecs.rebuild(codecs.describe(cache), arrays, n)
+    assert [type(layer) for layer in cache] == [type(layer) for layer in rebuilt]
+    assert prints(cache) == prints(rebuilt)
+    append(cache)
+    append(rebuilt)
+    assert prints(cache) == prints(rebuilt)
+
+
+def test_settings_come_back() -> None:
+    """A rebuilt quantized layer has the bits and the group size of its original."""
+    cache = quantized(5, 4, 64)
+    rebuilt = codecs.rebuild(codecs.describe(cache), codecs.part_arrays(cache), 5)
+    assert [(layer.bits, layer.group_size) for layer in rebuilt] == [(4, 64)] * 2
+
+
+@pytest.mark.parametrize(
+    "tag", ["", "full/2", "KVCache", "rotating/1", "__class__", "mlx.core/1"]
+)
+def test_a_tag_that_is_not_in_the_table_is_not_covered(tag: str) -> None:
+    """No class is looked up by a name from a file, and no later format is guessed."""
+    assert codecs.codec_by_tag(tag) is None
+    layer = Layer(tag, codecs.describe(kv(3))[0].parts)
+    with pytest.raises(NotCovered, match="no codec"):
+        codecs.rebuild((layer,), codecs.part_arrays(kv(3, n_layers=1)), 3)
+
+
+def test_each_tag_in_the_table_names_its_class() -> None:
+    """From class to tag and back leads to the same class."""
+    for make in (KVCache, ConcatenateKVCache, QuantizedKVCache):
+        codec = codecs.codec_of(make())
+        assert codec is not None
+        assert codecs.codec_by_tag(codec.tag) == (codec, make)
+
+
+# --------------------------------------------------------------- unknown, fits
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        MyKVCache(),
+        RotatingKVCache(8),
+        ChunkedKVCache(8),
+        ArraysCache(2),
+        CacheList(KVCache()),
+        BatchKVCache([0]),
+        object(),
+        None,
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_class_that_is_not_in_the_table_is_not_covered(layer: Any) -> None:
+    """One unknown layer, a subclass included, and the cache has no description."""
+    cache = [*kv(5), layer]
+    assert not codecs.has_codecs(cache)
+    assert codecs.codec_of(layer) is None
+    for ask in (codecs.describe, codecs.part_arrays, lambda c: codecs.clone(c, 5)):
+        with pytest.raises(NotCovered, match=type(layer).__name__):
+            ask(cache)
+    assert not codecs.fits(codecs.describe(kv(5, n_layers=3)), cache)
+
+
+def test_known_classes_are_known_wherever_they_stand() -> None:
+    """A mixture of known classes has codecs, filled or empty."""
+    assert codecs.has_codecs([*kv(5), *quantized(5), *concatenated(5)])
+    assert codecs.has_codecs([KVCache(), QuantizedKVCache(), ConcatenateKVCache()])
+
+
+@pytest.mark.parametrize(
+    ("like", "expected"),
+    [
+        ([QuantizedKVCache(32, 4), KVCache()], True),
+        ([QuantizedKVCache(32, 8), KVCache()], False),
+        ([QuantizedKVCache(64, 4), KVCache()], False),
+        ([KVCache(), KVCache()], False),
+        ([KVCache(), QuantizedKVCache(32, 4)], False),
+        ([QuantizedKVCache(32, 4)], False),
+        ([QuantizedKVCache(32, 4), KVCache(), KVCache()], False),
+        ([QuantizedKVCache(32, 4), ConcatenateKVCache()], False),
+        ([QuantizedKVCache(32, 4), MyKVCache()], False),
+        ([], False),
+    ],
+)
+def test_a_cache_fits_only_its_own_classes_and_settings(
+    like: list[Any], expected: bool
+) -> None:
+    """Number, order, class, bits and group size must all be those of the model."""
+    layers = codecs.describe(
+        [*quantized(5, 4, 32, n_layers=1), *kv(5, n_layers=1)],
+    )
+    assert expected == codecs.fits(layers, like)
+
+
+def test_a_filled_cache_fits_like_an_empty_one() -> None:
+    """What a cache holds does not matter to what fits it."""
+    assert codecs.fits(codecs.describe(kv(5)), kv(700))
+
+
+# ------------------------------------------------------------------ with a model
+
+
+@pytest.mark.parametrize("make", [KVCache, ConcatenateKVCache])
+@pytest.mark.parametrize("n", [1, 200, 256, 299])
+def test_a_model_goes_on_from_a_cut_clone_as_from_cold(make: type[Any], n: int) -> None:
+    """The logits behind a clone that was cut are those of a cold prefill."""
+    model, ids = tiny_model(), tokens(300, seed=5)
+    cold = [make() for _ in range(3)]
+    _, expected = prefill(model, ids, cold)
+    full, _ = prefill(model, tokens(400, seed=5), [make() for _ in range(3)])
+    clone = codecs.clone(full, n)
+    _, actual = prefill(model, ids[n:], clone)
+    assert float(mx.abs(expected - actual).max()) < 1e-4
+    again = copy.deepcopy(full)
+    codecs.cut(again, n)
+    _, actual = prefill(model, ids[n:], again)
+    assert float(mx.abs(expected - actual).max()) < 1e-4

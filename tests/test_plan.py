@@ -1,0 +1,129 @@
+"""Facts about which chunks are read for a prefix."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from promptstore.index import Found, Row
+from promptstore.layers import Layer, RowPart
+from promptstore.plan import Read, plan_reads
+
+LAYERS = (Layer("full/1", (RowPart("keys", 2, 8, "F32"),)),)
+
+
+def row(id_: int, start: int, end: int) -> Row:
+    return Row(
+        id=id_,
+        name=f"{id_:032x}",
+        layout=1,
+        parent=id_ - 1 if start else None,
+        start=start,
+        end=end,
+        tokens=np.arange(start, end),
+        nbytes=1,
+        checksums=b"",
+        kind="assistant",
+        label=None,
+        pinned=False,
+        created_ns=0,
+        used_ns=0,
+        expires_ns=None,
+        hits=0,
+    )
+
+
+def found(n_tokens: int, *ranges: tuple[int, int]) -> Found:
+    rows = (row(number, *ends) for number, ends in enumerate(ranges, start=1))
+    return Found(n_tokens, tuple(rows))
+
+
+def listed(reads: list[Read]) -> list[tuple[int, tuple[tuple[int, int, int], ...]]]:
+    return [(read.row.id, read.chunks) for read in reads]
+
+
+def test_a_whole_snapshot_is_read_in_its_chunks() -> None:
+    """Chunks are 256 tokens from the start of the snapshot, the last one short."""
+    reads = plan_reads(found(600, (0, 600)), LAYERS, 600)
+    assert listed(reads) == [(1, ((0, 0, 256), (1, 256, 512), (2, 512, 600)))]
+    assert reads[0].shape.layers == LAYERS
+    assert (reads[0].shape.start, reads[0].shape.end) == (0, 600)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "chunks"),
+    [
+        (1, ((0, 0, 1),)),
+        (256, ((0, 0, 256),)),
+        (257, ((0, 0, 256), (1, 256, 257))),
+        (599, ((0, 0, 256), (1, 256, 512), (2, 512, 599))),
+    ],
+)
+def test_reading_stops_at_the_last_token(
+    n_tokens: int, chunks: tuple[tuple[int, int, int], ...]
+) -> None:
+    """A shorter prefix needs the chunks that it reaches into and no other."""
+    reads = plan_reads(found(600, (0, 600)), LAYERS, n_tokens)
+    assert listed(reads) == [(1, chunks)]
+
+
+def test_a_snapshot_serves_up_to_where_the_next_one_branches() -> None:
+    """Chunks of a continuation are counted from its own start."""
+    reads = plan_reads(found(700, (0, 600), (300, 700)), LAYERS, 700)
+    assert listed(reads) == [
+        (1, ((0, 0, 256), (1, 256, 300))),
+        (2, ((0, 300, 556), (1, 556, 700))),
+    ]
+
+
+def test_snapshots_behind_the_last_token_are_not_read() -> None:
+    """Of a chain that is longer than the request only the head is needed."""
+    chain = found(900, (0, 300), (300, 600), (600, 900))
+    assert [read.row.id for read in plan_reads(chain, LAYERS, 600)] == [1, 2]
+    assert [read.row.id for read in plan_reads(chain, LAYERS, 300)] == [1]
+
+
+def test_nothing_is_read_for_no_tokens() -> None:
+    """Neither a request of no tokens nor a snapshot of no rows is read."""
+    assert plan_reads(found(300, (0, 300)), LAYERS, 0) == []
+    reads = plan_reads(found(400, (0, 300), (300, 300), (300, 400)), LAYERS, 400)
+    assert [read.row.id for read in reads] == [1, 3]
+
+
+def test_a_long_snapshot_is_split_among_threads() -> None:
+    """No read has more than 16 chunks, and the first of each snapshot is told."""
+    chain = found(40 * 256, (0, 33 * 256), (33 * 256, 40 * 256))
+    reads = plan_reads(chain, LAYERS, 40 * 256)
+    assert [len(read.chunks) for read in reads] == [16, 16, 1, 7]
+    assert [read.first for read in reads] == [True, False, False, True]
+
+
+def test_reads_cover_each_token_once() -> None:
+    """On random chains every token is read once, in order, from who serves it."""
+    rng = random.Random(14)
+    for _ in range(300):
+        ranges, start = [], 0
+        for _ in range(rng.randrange(1, 5)):
+            end = start + rng.choice([0, 1, 255, 256, 257, rng.randrange(1, 9000)])
+            ranges.append((start, end))
+            start = rng.randrange(start, end + 1)
+        chain = found(ranges[-1][1], *ranges)
+        n_tokens = rng.randrange(chain.n_tokens + 1)
+        reads = plan_reads(chain, LAYERS, n_tokens)
+        at = 0
+        owner = {lo: row.id for row, lo, hi in chain.pieces if lo < hi}
+        serving = 0
+        for read in reads:
+            assert 0 < len(read.chunks) <= 16
+            for chunk, lo, hi in read.chunks:
+                serving = owner.get(lo, serving)
+                first, last = read.shape.span(chunk)
+                assert first <= lo < hi <= last
+                assert (at, serving) == (lo, read.row.id)
+                at = hi
+        assert n_tokens == at
+        ids = [read.row.id for read in reads]
+        firsts = [read.row.id for read in reads if read.first]
+        assert sorted(set(ids)) == firsts
