@@ -6,9 +6,9 @@
 #   make test ARGS='-k radix'         arguments for pytest, the demo or the benchmark
 
 PYTHON ?= python3
-MODEL ?= models/smollm2-fp32
-EXTRAS ?= $(if $(filter Darwin,$(shell uname -s)),test,cpu$(comma)test)
-ARGS ?=
+MODEL = models/smollm2-fp32
+EXTRAS = $(if $(filter Darwin,$(shell uname -s)),test,cpu$(comma)test)
+ARGS =
 
 comma := ,
 BIN := .venv/bin
@@ -18,9 +18,9 @@ CODE := $(wildcard promptstore migrations tests tools)
 # MLX's CPU wheel for Linux bundles the reference BLAS. OpenBLAS, where installed,
 # makes float32 prefill about 20 times faster; without it all works, slower.
 BLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
-ENV := env PROMPTSTORE_TEST_MODEL=$(abspath $(MODEL))
+RUN := env PROMPTSTORE_TEST_MODEL=$(abspath $(MODEL))
 ifneq ($(BLAS),)
-ENV += LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}
+RUN += LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}
 endif
 
 .PHONY: help venv model demo test lint fmt wheel-test bench clean
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml
 	  { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	@echo "installing into .venv (a minute or two)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 model: venv
@@ -51,10 +51,10 @@ demo: model
 ifeq ($(BLAS)$(filter Darwin,$(shell uname -s)),)
 	@echo "OpenBLAS was not found; faster with: apt-get install libopenblas0-pthread"
 endif
-	@$(ENV) $(BIN)/python tools/demo.py --model $(MODEL) $(ARGS)
+	@$(RUN) $(BIN)/python tools/demo.py --model $(MODEL) $(ARGS)
 
 test: model
-	$(ENV) $(BIN)/pytest $(ARGS)
+	$(RUN) $(BIN)/pytest $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(CODE)
@@ -71,14 +71,14 @@ wheel-test: model
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --outdir dist . > /dev/null
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install -q --disable-pip-version-check \
+	.venv-wheel/bin/python -m pip install -qq --disable-pip-version-check \
 	  "$$(echo dist/*.whl)[$(EXTRAS)]"
 	dir=$$(mktemp -d) && trap "rm -rf '$$dir'" EXIT && \
-	  cp -R tests tools pyproject.toml "$$dir" && cd "$$dir" && \
-	  $(ENV) -u PYTHONPATH $(CURDIR)/.venv-wheel/bin/pytest $(ARGS)
+	  cp -R tests tools pyproject.toml "$$dir" && cd "$$dir" && unset PYTHONPATH && \
+	  $(RUN) $(CURDIR)/.venv-wheel/bin/pytest $(ARGS)
 
 bench: model
-	$(ENV) $(BIN)/python tools/bench_store.py $(ARGS)
+	$(RUN) $(BIN)/python tools/bench_store.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-wheel build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,7 @@
 """A radix tree over token ids: for each stored sequence one value.
 
-Edges are int64 arrays, so that a cached token costs 8 bytes and a search is a few
-array comparisons. Knows nothing of caches. Not thread-safe: the owner locks.
+Edges are arrays of 4 bytes an id where ids fit, and a search is a few array
+comparisons. Knows nothing of caches. Not thread-safe: the owner locks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from promptstore.tokens import Tokens, n_common
+from promptstore.tokens import Tokens, compact, n_common
 
 V = TypeVar("V")
 
@@ -46,7 +46,7 @@ class RadixTree(Generic[V]):
         if inside < len(node.edge):
             node = self._split(node, inside)
         if depth < len(tokens):
-            leaf = _Node(tokens[depth:].copy(), node)
+            leaf = _Node(compact(tokens[depth:]), node)
             node.children[int(tokens[depth])] = leaf
             node = leaf
         node.value = value

@@ -12,7 +12,7 @@ from promptstore.delta import NewSnapshot
 from promptstore.disk import DiskTier
 from promptstore.layers import token_bytes
 from promptstore.memory import Entry, MemoryTier
-from promptstore.tokens import Tokens
+from promptstore.tokens import Tokens, compact
 from promptstore.types import Kind, Namespace
 from promptstore.writer import Writer
 
@@ -100,7 +100,7 @@ class Saver:
         kind, _, pin, _ = wish
         entry = Entry(
             namespace=namespace,
-            tokens=ids,
+            tokens=compact(ids),
             capture=taken.capture(),
             nbytes=nbytes,
             n_arrays=n_arrays,

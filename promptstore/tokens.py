@@ -1,4 +1,4 @@
-"""Token ids of any container as one int64 array, and what two of them share."""
+"""Token ids of any container as one array, and what two of them share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Tokens: TypeAlias = npt.NDArray[np.int64]
+Tokens: TypeAlias = npt.NDArray[np.signedinteger[Any]]
+"""Ids, shape ``(n_tokens,)``: int64, or int32 where they are kept."""
 
 
 def as_tokens(tokens: Any, name: str = "tokens") -> Tokens:
@@ -84,6 +85,12 @@ def _from_objects(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:
             )
         ids.append(int(token))
     return _from_sequence(ids, name)
+
+
+def compact(tokens: Tokens) -> Tokens:
+    """Return a copy to keep: of 4 bytes an id if they fit, else of 8."""
+    narrow = tokens.astype(np.int32)
+    return narrow if (narrow == tokens).all() else tokens.astype(np.int64)
 
 
 def n_common(a: Tokens, b: Tokens) -> int:

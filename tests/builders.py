@@ -18,12 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
+    RotatingKVCache,
     make_prompt_cache,
 )
 from mlx_lm.models.llama import Model, ModelArgs
+
+from promptstore import codecs
 
 VOCABULARY = 1000
 
@@ -135,6 +140,80 @@ def quantized(
 def concatenated(n: int, *, n_layers: int = 2, **rows: Any) -> list[ConcatenateKVCache]:
     """Return a cache of *n* tokens whose arrays have no room behind them."""
     return filled([ConcatenateKVCache() for _ in range(n_layers)], n, **rows)
+
+
+def grow(layer: Any, lo: int, hi: int, *, number: int = 0, **rows: Any) -> Any:
+    """Give one layer the tokens ``[lo, hi)``; return what it attends to, evaluated."""
+    dtype = rows.pop("dtype", mx.float32)
+    keys, vals = (
+        mx.array(values(lo, hi, layer=number, part=part, **rows)).astype(dtype)
+        for part in (KEYS, VALUES)
+    )
+    fetched = layer.update_and_fetch(keys, vals)
+    mx.eval(fetched, layer.keys, layer.values)
+    return fetched
+
+
+def rotating(
+    n: int,
+    max_size: int = 64,
+    keep: int = 0,
+    *,
+    n_layers: int = 2,
+    steps: int = 0,
+    **rows: Any,
+) -> list[RotatingKVCache]:
+    """Return windows that have seen *n* tokens, the last *steps* of them singly."""
+    layers = [RotatingKVCache(max_size, keep) for _ in range(n_layers)]
+    for number, layer in enumerate(layers):
+        if n > steps:
+            grow(layer, 0, n - steps, number=number, **rows)
+        for at in range(n - steps, n):
+            grow(layer, at, at + 1, number=number, **rows)
+    return layers
+
+
+def chunked(
+    n: int, chunk_size: int = 64, *, n_layers: int = 2, steps: int = 0, **rows: Any
+) -> list[ChunkedKVCache]:
+    """Return chunked layers of *n* tokens, trimmed in front as a model trims them."""
+    layers = [ChunkedKVCache(chunk_size) for _ in range(n_layers)]
+    for number, layer in enumerate(layers):
+        if n > steps:
+            grow(layer, 0, n - steps, number=number, **rows)
+            layer.maybe_trim_front()
+        for at in range(n - steps, n):
+            layer.maybe_trim_front()
+            grow(layer, at, at + 1, number=number, **rows)
+    return layers
+
+
+def arrays_cache(
+    n: int, size: int = 2, *, n_layers: int = 2, dtype: mx.Dtype = mx.float32
+) -> list[ArraysCache]:
+    """Return states of *n* tokens; each slot tells length, layer and slot."""
+    layers = [ArraysCache(size) for _ in range(n_layers)]
+    for number, layer in enumerate(layers):
+        for slot in range(size):
+            shape = (1, 3, 4 + slot)
+            layer[slot] = mx.full(shape, n % 128 + number + slot).astype(dtype)
+            layer[slot][0, 0, :2] = mx.array([n // 128, number]).astype(dtype)
+        mx.eval(layer.cache)
+    return layers
+
+
+def parts(cache: Sequence[Any]) -> list[mx.array]:
+    """Return the row parts of all layers in order, padded as they are."""
+    return [
+        array for leaf in codecs.take_apart(cache, 10**9) for array in leaf.arrays
+    ]
+
+
+def clone_of(cache: Sequence[Any], n: int) -> list[Any]:
+    """Return a clone of a cache of full attention that is cut to *n* tokens."""
+    clone = codecs.clone(cache)
+    codecs.cut(clone, n)
+    return clone
 
 
 def attended(cache: Sequence[Any]) -> list[mx.array]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -26,6 +28,13 @@ DTYPES = {
 }
 
 
+def empty(parts: Sequence[RowPart], capacity: int) -> list[mx.array]:
+    """Return unfilled arrays with room for *capacity* rows of each part."""
+    return buffers.empty(
+        [(part.dtype, (1, part.n_kv_heads, capacity, part.head_dim)) for part in parts]
+    )
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_dtypes_have_the_names_and_sizes_of_safetensors(name: str) -> None:
     """The name of each dtype is the format's, and its size is mlx's."""
@@ -38,7 +47,7 @@ def test_dtypes_have_the_names_and_sizes_of_safetensors(name: str) -> None:
 def test_empty_gives_arrays_of_the_described_shape_and_dtype(name: str) -> None:
     """Each part gets an array with room for the capacity, evaluated and writable."""
     parts = [RowPart("keys", 2, 8, name), RowPart("values", 3, 4, name)]
-    arrays = buffers.empty(parts, 300)
+    arrays = empty(parts, 300)
     expected = [((1, 2, 300, 8), DTYPES[name]), ((1, 3, 300, 4), DTYPES[name])]
     assert expected == [(array.shape, array.dtype) for array in arrays]
     for array, part in zip(arrays, parts, strict=True):
@@ -56,7 +65,7 @@ def test_parts_may_have_different_dtypes() -> None:
         RowPart("scales", 2, 1, "BF16"),
         RowPart("flags", 2, 3, "BOOL"),
     ]
-    arrays = buffers.empty(parts, 5)
+    arrays = empty(parts, 5)
     assert [array.dtype for array in arrays] == [mx.uint32, mx.bfloat16, mx.bool_]
     assert [array.nbytes for array in arrays] == [2 * 5 * 16, 2 * 5 * 2, 2 * 5 * 3]
 
@@ -73,7 +82,7 @@ def test_parts_may_have_different_dtypes() -> None:
 def test_zero_sizes_are_sizes(part: RowPart, capacity: int) -> None:
     """A part without elements has an array and rows without bytes."""
     plain = RowPart("values", 2, 8, "F32")
-    before, array, after = buffers.empty([plain, part, plain], capacity)
+    before, array, after = empty([plain, part, plain], capacity)
     assert array.shape == (1, part.n_kv_heads, capacity, part.head_dim)
     assert buffers.rows(array).shape == (part.n_kv_heads, capacity, part.row_bytes)
     assert before.shape == after.shape == (1, 2, capacity, 8)
@@ -81,13 +90,13 @@ def test_zero_sizes_are_sizes(part: RowPart, capacity: int) -> None:
 
 def test_no_parts_are_no_arrays() -> None:
     """A layer without row parts needs nothing."""
-    assert buffers.empty([], 256) == []
+    assert empty([], 256) == []
 
 
 def test_arrays_share_no_memory() -> None:
     """What is written into one array is seen in no other."""
     part = RowPart("keys", 1, 4, "F32")
-    arrays = [*buffers.empty([part, part], 4), *buffers.empty([part], 4)]
+    arrays = [*empty([part, part], 4), *empty([part], 4)]
     for number, array in enumerate(arrays):
         buffers.rows(array)[:] = number
     for number, array in enumerate(arrays):
@@ -124,7 +133,7 @@ def test_bfloat16_bits_survive() -> None:
     """All 65,536 bit patterns of bfloat16 pass through rows unchanged."""
     bits = mx.arange(65536).astype(mx.uint16).reshape(1, 1, 256, 256)
     array = bits.view(mx.bfloat16)
-    (copy,) = buffers.empty([RowPart("keys", 1, 256, "BF16")], 256)
+    (copy,) = empty([RowPart("keys", 1, 256, "BF16")], 256)
     mx.eval(array)
     buffers.rows(copy)[:] = buffers.rows(array)
     assert mx.array_equal(copy.view(mx.uint16), bits)
@@ -155,3 +164,24 @@ def test_rows_of_a_slice_that_lies_together_are_taken() -> None:
     mx.eval(whole, part)
     expected = bytes(memoryview(mx.contiguous(part)))
     assert expected == buffers.rows(part).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 0, 5), (1, 2, 3, 4, 5)])
+def test_plain_bytes_are_seen_of_any_shape(shape: tuple[int, ...]) -> None:
+    """State arrays have any number of dimensions; their bytes are seen, not copied."""
+    (array,) = buffers.empty([("I32", shape)])
+    assert array.shape == shape
+    data = buffers.plain(array)
+    assert data.shape == (array.nbytes,)
+    assert not data.size or data.flags.writeable
+    data[:] = 1
+    assert bool((array == 0x01010101).all())
+
+
+def test_plain_bytes_of_a_strided_array_are_refused() -> None:
+    """What does not lie together has no plain bytes."""
+    whole = mx.zeros((4, 6))
+    part = whole[:, :3]
+    mx.eval(whole, part)
+    with pytest.raises(ValueError, match="strided"):
+        buffers.plain(part)

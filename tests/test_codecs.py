@@ -12,13 +12,18 @@ import pytest
 from builders import (
     KEYS,
     VALUES,
+    arrays_cache,
     attended,
+    chunked,
+    clone_of,
     concatenated,
     cut_to,
     kv,
+    parts,
     prefill,
     prints,
     quantized,
+    rotating,
     tiny_model,
     tokens,
     values,
@@ -33,9 +38,13 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from promptstore import NotCovered, buffers, codecs
-from promptstore.layers import Layer, RowPart
+from promptstore.capture import take_in
+from promptstore.codecs.table import CODECS, class_of
+from promptstore.layers import DRAFT, Layer, Layers, RowPart
+from promptstore.layers import leaves as leaf_layers
 
 BUILDERS: dict[str, Callable[[int], list[Any]]] = {
     "KVCache": kv,
@@ -66,8 +75,22 @@ def append(cache: list[Any], n: int = 1) -> None:
         mx.eval(attended([layer]))
 
 
+def rebuild(layers: Layers, arrays: list[mx.array], n: int) -> list[Any]:
+    """Return a live cache on the row parts of its layers in order."""
+    supply = iter(arrays)
+    leaves = [
+        codecs.Leaf([next(supply) for _ in leaf.parts], (), None, {})
+        for leaf in leaf_layers(layers)
+    ]
+    return codecs.rebuild(layers, leaves, n)
+
+
 class MyKVCache(KVCache):
     """A subclass may keep more than its parent: it is not its parent."""
+
+
+class MyRotatingKVCache(RotatingKVCache):
+    """The same for a window."""
 
 
 # ------------------------------------------------------------------ describe
@@ -115,7 +138,7 @@ def test_keys_and_values_may_differ_in_width() -> None:
     layer.update_and_fetch(mx.zeros((1, 2, 3, 8)), mx.zeros((1, 2, 3, 0)))
     (described,) = codecs.describe([layer])
     assert [part.head_dim for part in described.parts] == [8, 0]
-    (clone,) = codecs.clone([layer], 3)
+    (clone,) = clone_of([layer], 3)
     assert [array.shape[3] for array in attended([clone])] == [8, 0]
 
 
@@ -124,7 +147,7 @@ def test_a_batch_of_two_is_refused(make: type[Any]) -> None:
     """A cache of several sequences belongs to no one prompt; the error says so."""
     layer = make()
     layer.update_and_fetch(mx.zeros((2, 2, 3, 64)), mx.zeros((2, 2, 3, 64)))
-    for ask in (codecs.describe, lambda cache: codecs.clone(cache, 3)):
+    for ask in (codecs.describe, lambda cache: take_in(cache, 3)):
         with pytest.raises(ValueError, match=f"{make.__name__} of 2 sequences"):
             ask([layer])
 
@@ -159,8 +182,9 @@ def test_layers_that_disagree_hold_what_the_shortest_holds() -> None:
 
 
 def test_a_cache_without_layers_or_tokens_holds_nothing() -> None:
-    """No layers, or empty layers, hold no token."""
-    assert codecs.n_cached([]) == 0
+    """Empty layers hold no token, and no layers do not tell of any."""
+    with pytest.raises(NotCovered):
+        codecs.n_cached([])
     assert codecs.n_cached([KVCache(), QuantizedKVCache(), ConcatenateKVCache()]) == 0
 
 
@@ -173,20 +197,27 @@ def test_an_offset_beyond_the_rows_is_not_believed() -> None:
 
 def test_a_class_without_codec_holds_what_its_offset_says() -> None:
     """A ring that wrapped says how many tokens it saw."""
-    ring = RotatingKVCache(max_size=4)
-    for _ in range(9):
-        ring.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
-    assert codecs.n_cached([ring]) == 9
-    assert codecs.n_cached([ring, *kv(5)]) == 5
+    for ring in (MyRotatingKVCache(max_size=4), RotatingKVCache(max_size=4)):
+        for _ in range(9):
+            ring.update_and_fetch(mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)))
+        assert codecs.n_cached([ring]) == 9
+        assert codecs.n_cached([ring, *kv(5)]) == 5
 
 
-@pytest.mark.parametrize(
-    "layer", [ArraysCache(2), BatchKVCache([0]), CacheList(KVCache()), object()]
-)
+@pytest.mark.parametrize("layer", [ArraysCache(2), BatchKVCache([0]), object()])
 def test_a_class_that_does_not_say_its_length_is_not_covered(layer: Any) -> None:
-    """Nothing is guessed; the class is named."""
-    with pytest.raises(NotCovered, match=type(layer).__name__):
-        codecs.n_cached([*kv(5), layer])
+    """Nothing is guessed; the class is named. Beside others they tell for it."""
+    for cache in ([layer], [CacheList(layer)]):
+        with pytest.raises(NotCovered, match=type(layer).__name__):
+            codecs.n_cached(cache)
+    assert codecs.n_cached([*kv(5), layer]) == 5
+
+
+def test_a_composite_holds_what_its_layers_hold() -> None:
+    """The shortest inside decides, and one inside that is empty holds nothing."""
+    assert codecs.n_cached([CacheList(*kv(8)), CacheList(*kv(5), *kv(9))]) == 5
+    assert codecs.n_cached([*kv(8), CacheList(KVCache())]) == 0
+    assert codecs.n_cached([CacheList(ArraysCache(2), *kv(7, n_layers=1))]) == 7
 
 
 # --------------------------------------------------------------------- clone
@@ -199,7 +230,7 @@ def test_a_clone_is_equal_bit_for_bit(
 ) -> None:
     """Classes, settings, offsets, dtypes and all attended rows are the same."""
     cache = build(n)
-    clone = codecs.clone(cache, n)
+    clone = clone_of(cache, n)
     assert [type(layer) for layer in cache] == [type(layer) for layer in clone]
     assert [n] * len(cache) == offsets(clone)
     assert prints(cache) == prints(clone)
@@ -214,7 +245,7 @@ def test_updating_the_original_leaves_a_clone_alone(
     """Invariant 3: nothing that a caller does afterwards changes what is stored."""
     cache = build(n)
     expected = prints(cache)
-    clone = codecs.clone(cache, n)
+    clone = clone_of(cache, n)
     append(cache)
     append(cache, 2)
     for layer in cache:
@@ -232,7 +263,7 @@ def test_updating_a_clone_leaves_the_original_alone(
     """Invariant 3, the other way: what was handed out changes nothing here."""
     cache = build(n)
     expected = prints(cache)
-    clone = codecs.clone(cache, n)
+    clone = clone_of(cache, n)
     append(clone)
     append(clone, 2)
     codecs.cut(clone, 1)
@@ -248,21 +279,21 @@ def test_overwriting_rows_in_place_leaves_a_clone_alone(
     """Even rows that both hold are copied before one of them is overwritten."""
     cache = build(8)
     expected = prints(cache)
-    clone = codecs.clone(cache, 8)
+    clone = clone_of(cache, 8)
     for layer in cache:
         if isinstance(layer, ConcatenateKVCache):
             layer.keys[..., :4, :] = 250
         else:
             layer.trim(8)
     append([c for c in cache if not isinstance(c, ConcatenateKVCache)], 4)
-    mx.eval(codecs.part_arrays(cache))
+    mx.eval(parts(cache))
     assert expected == prints(clone)
 
 
 def test_clones_of_one_cache_are_independent() -> None:
     """Two that begin with the same rows continue them differently."""
     cache = kv(5)
-    first, second = codecs.clone(cache, 5), codecs.clone(cache, 5)
+    first, second = clone_of(cache, 5), clone_of(cache, 5)
     append(first, 3)
     expected = prints(first)
     append(second, 4)
@@ -273,8 +304,8 @@ def test_clones_of_one_cache_are_independent() -> None:
 def test_bytes_seen_through_a_clone_stay_while_the_original_grows() -> None:
     """The writer may read a clone's memory while the caller generates on."""
     cache = kv(8)
-    clone = codecs.clone(cache, 8)
-    views = [buffers.rows(array) for array in codecs.part_arrays(clone)]
+    clone = clone_of(cache, 8)
+    views = [buffers.rows(array) for array in parts(clone)]
     expected = [view.tobytes() for view in views]
     append(cache)
     append(cache)
@@ -285,9 +316,9 @@ def test_bytes_seen_through_a_clone_stay_while_the_original_grows() -> None:
 def test_a_clone_shares_memory(build: Callable[[int], list[Any]]) -> None:
     """A clone costs no bytes until one of the two is updated."""
     cache = build(300)
-    clone = codecs.clone(cache, 300)
+    clone = clone_of(cache, 300)
     expected, actual = (
-        [buffers.rows(array).ctypes.data for array in codecs.part_arrays(c)]
+        [buffers.rows(array).ctypes.data for array in parts(c)]
         for c in (cache, clone)
     )
     assert expected == actual
@@ -301,7 +332,7 @@ def test_a_shorter_clone_is_cut_in_every_layer(
     """A clone of the first tokens attends to exactly these, and goes on from there."""
     cache = build(700)
     expected = prints(cut_to(cache, n))
-    clone = codecs.clone(cache, n)
+    clone = clone_of(cache, n)
     assert [n] * len(cache) == offsets(clone)
     assert expected == prints(clone)
     append(clone)
@@ -313,7 +344,7 @@ def test_a_shorter_clone_is_cut_in_every_layer(
 def test_a_clone_of_layers_that_disagree_is_as_long_as_the_shortest() -> None:
     """Cut to what all layers hold, no layer keeps a token of its own."""
     cache = [*kv(8), *kv(5), *concatenated(9)]
-    clone = codecs.clone(cache, codecs.n_cached(cache))
+    clone = clone_of(cache, codecs.n_cached(cache))
     assert offsets(clone) == [5] * 6
     assert {array.shape[2] for array in attended(clone)} == {5}
 
@@ -323,13 +354,13 @@ def test_a_clone_is_evaluated() -> None:
     cache = kv(5)
     for layer in cache:
         layer.keys = layer.keys + 1
-    clone = codecs.clone(cache, 5)
+    clone = clone_of(cache, 5)
     expected = [
         values(0, 5, layer=number, part=part) + (part == KEYS)
         for number in range(2)
         for part in (KEYS, VALUES)
     ]
-    actual = [buffers.rows(array) for array in codecs.part_arrays(clone)]
+    actual = [buffers.rows(array) for array in parts(clone)]
     for want, rows in zip(expected, actual, strict=True):
         assert np.array_equal(want[0], rows.view(np.float32)[:, :5])
 
@@ -360,8 +391,8 @@ def test_what_a_trim_took_from_a_concatenated_cache_stays_away() -> None:
     cache = concatenated(8)
     for layer in cache:
         layer.trim(5)
-    clone = codecs.clone(cache, codecs.n_cached(cache))
-    assert [array.shape[2] for array in codecs.part_arrays(clone)] == [3] * 4
+    clone = clone_of(cache, codecs.n_cached(cache))
+    assert [array.shape[2] for array in parts(clone)] == [3] * 4
     assert prints(concatenated(3)) == prints(clone)
     append(clone)
     assert offsets(clone) == [4, 4]
@@ -381,7 +412,7 @@ def test_what_a_trim_took_is_not_attended_in_a_clone(
     cache = build(8)
     for layer in cache:
         layer.trim(5)
-    clone = codecs.clone(cache, codecs.n_cached(cache))
+    clone = clone_of(cache, codecs.n_cached(cache))
     assert prints(build(3)) == prints(clone)
     append(clone)
     assert {array.shape[2] for array in attended(clone)} == {4}
@@ -397,9 +428,9 @@ def test_description_and_arrays_make_the_cache_again(
 ) -> None:
     """A cache rebuilt from copies of its parts is equal bit for bit and goes on."""
     cache = build(n)
-    arrays = [mx.contiguous(array[:, :, :n]) for array in codecs.part_arrays(cache)]
+    arrays = [mx.contiguous(array[:, :, :n]) for array in parts(cache)]
     mx.eval(arrays)
-    rebuilt = codecs.rebuild(codecs.describe(cache), arrays, n)
+    rebuilt = rebuild(codecs.describe(cache), arrays, n)
     assert [type(layer) for layer in cache] == [type(layer) for layer in rebuilt]
     assert prints(cache) == prints(rebuilt)
     append(cache)
@@ -410,27 +441,34 @@ def test_description_and_arrays_make_the_cache_again(
 def test_settings_come_back() -> None:
     """A rebuilt quantized layer has the bits and the group size of its original."""
     cache = quantized(5, 4, 64)
-    rebuilt = codecs.rebuild(codecs.describe(cache), codecs.part_arrays(cache), 5)
+    rebuilt = rebuild(codecs.describe(cache), parts(cache), 5)
     assert [(layer.bits, layer.group_size) for layer in rebuilt] == [(4, 64)] * 2
 
 
 @pytest.mark.parametrize(
-    "tag", ["", "full/2", "KVCache", "rotating/1", "__class__", "mlx.core/1"]
+    "tag", ["", "full/2", "KVCache", "rotating/2", "__class__", "mlx.core/1"]
 )
 def test_a_tag_that_is_not_in_the_table_is_not_covered(tag: str) -> None:
     """No class is looked up by a name from a file, and no later format is guessed."""
-    assert codecs.codec_by_tag(tag) is None
+    with pytest.raises(NotCovered, match="no codec"):
+        codecs.codec_by_tag(tag)
     layer = Layer(tag, codecs.describe(kv(3))[0].parts)
     with pytest.raises(NotCovered, match="no codec"):
-        codecs.rebuild((layer,), codecs.part_arrays(kv(3, n_layers=1)), 3)
+        rebuild((layer,), parts(kv(3, n_layers=1)), 3)
 
 
 def test_each_tag_in_the_table_names_its_class() -> None:
     """From class to tag and back leads to the same class."""
-    for make in (KVCache, ConcatenateKVCache, QuantizedKVCache):
-        codec = codecs.codec_of(make())
+    makes = {KVCache: KVCache(), ConcatenateKVCache: ConcatenateKVCache()}
+    makes |= {QuantizedKVCache: QuantizedKVCache(), ArraysCache: ArraysCache(2)}
+    makes |= {RotatingKVCache: RotatingKVCache(8), ChunkedKVCache: ChunkedKVCache(8)}
+    makes |= {LayerCache: LayerCache(8)}
+    for make, layer in makes.items():
+        codec = codecs.codec_of(layer)
         assert codec is not None
-        assert codecs.codec_by_tag(codec.tag) == (codec, make)
+        assert codecs.codec_by_tag(codec.tag) is codec
+        assert class_of(codec) is make
+    assert len(makes) == len(CODECS)
 
 
 # --------------------------------------------------------------- unknown, fits
@@ -440,10 +478,7 @@ def test_each_tag_in_the_table_names_its_class() -> None:
     "layer",
     [
         MyKVCache(),
-        RotatingKVCache(8),
-        ChunkedKVCache(8),
-        ArraysCache(2),
-        CacheList(KVCache()),
+        MyRotatingKVCache(8),
         BatchKVCache([0]),
         object(),
         None,
@@ -452,19 +487,24 @@ def test_each_tag_in_the_table_names_its_class() -> None:
 )
 def test_a_class_that_is_not_in_the_table_is_not_covered(layer: Any) -> None:
     """One unknown layer, a subclass included, and the cache has no description."""
-    cache = [*kv(5), layer]
-    assert not codecs.has_codecs(cache)
-    assert codecs.codec_of(layer) is None
-    for ask in (codecs.describe, codecs.part_arrays, lambda c: codecs.clone(c, 5)):
-        with pytest.raises(NotCovered, match=type(layer).__name__):
-            ask(cache)
-    assert not codecs.fits(codecs.describe(kv(5, n_layers=3)), cache)
+    inside = CacheList(*kv(5, n_layers=1), layer)
+    for cache in ([*kv(5), layer], [*kv(5), inside]):
+        assert codecs.unknown_classes(cache) == [type(layer).__name__]
+        assert codecs.codec_of(layer) is None
+        asks = codecs.describe, codecs.clone, lambda c: codecs.take_apart(c, 5)
+        for ask in asks:
+            with pytest.raises(NotCovered, match=type(layer).__name__):
+                ask(cache)
+        assert not codecs.fits(codecs.describe(kv(5, n_layers=3)), cache)
 
 
 def test_known_classes_are_known_wherever_they_stand() -> None:
-    """A mixture of known classes has codecs, filled or empty."""
-    assert codecs.has_codecs([*kv(5), *quantized(5), *concatenated(5)])
-    assert codecs.has_codecs([KVCache(), QuantizedKVCache(), ConcatenateKVCache()])
+    """A mixture of known classes has codecs, filled or empty, inside others too."""
+    filled = [*kv(5), *quantized(5), *concatenated(5), *rotating(5), *chunked(5)]
+    empty = [KVCache(), QuantizedKVCache(), ConcatenateKVCache(), ArraysCache(2)]
+    empty += [RotatingKVCache(8), ChunkedKVCache(8), LayerCache(8)]
+    for cache in (filled, empty, [CacheList(*empty)], [CacheList(CacheList(*empty))]):
+        assert codecs.unknown_classes(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -508,7 +548,7 @@ def test_a_model_goes_on_from_a_cut_clone_as_from_cold(make: type[Any], n: int) 
     cold = [make() for _ in range(3)]
     _, expected = prefill(model, ids, cold)
     full, _ = prefill(model, tokens(400, seed=5), [make() for _ in range(3)])
-    clone = codecs.clone(full, n)
+    clone = clone_of(full, n)
     _, actual = prefill(model, ids[n:], clone)
     assert float(mx.abs(expected - actual).max()) < 1e-4
     again = copy.deepcopy(full)

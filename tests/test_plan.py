@@ -7,14 +7,19 @@ import random
 import numpy as np
 import pytest
 
+from promptstore.extent import Band, Extent
 from promptstore.index import Found, Row
-from promptstore.layers import Layer, RowPart
-from promptstore.plan import Read, plan_reads
+from promptstore.layers import Layer, Layers, RowPart
+from promptstore.plan import Plan, Read, pieces_of, plan, plan_reads
+from promptstore.ranges import clip, intersect
 
 LAYERS = (Layer("full/1", (RowPart("keys", 2, 8, "F32"),)),)
+WIDE = (Layer("full/1", (RowPart("keys", 2, 512, "F32"),)),)
+"""Of these a chunk has 1 MiB, and a read 16 MiB."""
 
 
 def row(id_: int, start: int, end: int) -> Row:
+    bands = (Band((0,), ((start, end),)),) if start < end else ()
     return Row(
         id=id_,
         name=f"{id_:032x}",
@@ -23,6 +28,7 @@ def row(id_: int, start: int, end: int) -> Row:
         start=start,
         end=end,
         tokens=np.arange(start, end),
+        extent=Extent(start, end, bands),
         nbytes=1,
         checksums=b"",
         kind="assistant",
@@ -40,16 +46,31 @@ def found(n_tokens: int, *ranges: tuple[int, int]) -> Found:
     return Found(n_tokens, tuple(rows))
 
 
+def reads_of(chain: Found, n_tokens: int, layers: Layers = LAYERS) -> list[Read]:
+    """Return the reads for *n_tokens*, in the order of the tokens."""
+    reads = plan_reads(Plan(n_tokens, pieces_of(chain)), layers)
+    return sorted(reads, key=lambda read: read.row.id)
+
+
+def chunks_of(read: Read) -> tuple[tuple[int, int, int], ...]:
+    """Return each chunk's number, and the tokens that are taken of it."""
+    return tuple(
+        (chunk.index, lo, hi)
+        for chunk in read.chunks
+        for lo, hi in intersect(read.wanted[0], chunk.ranges)
+    )
+
+
 def listed(reads: list[Read]) -> list[tuple[int, tuple[tuple[int, int, int], ...]]]:
-    return [(read.row.id, read.chunks) for read in reads]
+    return [(read.row.id, chunks_of(read)) for read in reads]
 
 
 def test_a_whole_snapshot_is_read_in_its_chunks() -> None:
     """Chunks are 256 tokens from the start of the snapshot, the last one short."""
-    reads = plan_reads(found(600, (0, 600)), LAYERS, 600)
+    reads = reads_of(found(600, (0, 600)), 600)
     assert listed(reads) == [(1, ((0, 0, 256), (1, 256, 512), (2, 512, 600)))]
     assert reads[0].shape.layers == LAYERS
-    assert (reads[0].shape.start, reads[0].shape.end) == (0, 600)
+    assert (reads[0].shape.extent.start, reads[0].shape.extent.end) == (0, 600)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +86,13 @@ def test_reading_stops_at_the_last_token(
     n_tokens: int, chunks: tuple[tuple[int, int, int], ...]
 ) -> None:
     """A shorter prefix needs the chunks that it reaches into and no other."""
-    reads = plan_reads(found(600, (0, 600)), LAYERS, n_tokens)
+    reads = reads_of(found(600, (0, 600)), n_tokens)
     assert listed(reads) == [(1, chunks)]
 
 
 def test_a_snapshot_serves_up_to_where_the_next_one_branches() -> None:
     """Chunks of a continuation are counted from its own start."""
-    reads = plan_reads(found(700, (0, 600), (300, 700)), LAYERS, 700)
+    reads = reads_of(found(700, (0, 600), (300, 700)), 700)
     assert listed(reads) == [
         (1, ((0, 0, 256), (1, 256, 300))),
         (2, ((0, 300, 556), (1, 556, 700))),
@@ -81,21 +102,21 @@ def test_a_snapshot_serves_up_to_where_the_next_one_branches() -> None:
 def test_snapshots_behind_the_last_token_are_not_read() -> None:
     """Of a chain that is longer than the request only the head is needed."""
     chain = found(900, (0, 300), (300, 600), (600, 900))
-    assert [read.row.id for read in plan_reads(chain, LAYERS, 600)] == [1, 2]
-    assert [read.row.id for read in plan_reads(chain, LAYERS, 300)] == [1]
+    assert [read.row.id for read in reads_of(chain, 600)] == [1, 2]
+    assert [read.row.id for read in reads_of(chain, 300)] == [1]
 
 
 def test_nothing_is_read_for_no_tokens() -> None:
     """Neither a request of no tokens nor a snapshot of no rows is read."""
-    assert plan_reads(found(300, (0, 300)), LAYERS, 0) == []
-    reads = plan_reads(found(400, (0, 300), (300, 300), (300, 400)), LAYERS, 400)
+    assert reads_of(found(300, (0, 300)), 0) == []
+    reads = reads_of(found(400, (0, 300), (300, 300), (300, 400)), 400)
     assert [read.row.id for read in reads] == [1, 3]
 
 
 def test_a_long_snapshot_is_split_among_threads() -> None:
-    """No read has more than 16 chunks, and the first of each snapshot is told."""
+    """No read has more than 16 MiB, and the first of each snapshot is told."""
     chain = found(40 * 256, (0, 33 * 256), (33 * 256, 40 * 256))
-    reads = plan_reads(chain, LAYERS, 40 * 256)
+    reads = reads_of(chain, 40 * 256, WIDE)
     assert [len(read.chunks) for read in reads] == [16, 16, 1, 7]
     assert [read.first for read in reads] == [True, False, False, True]
 
@@ -111,15 +132,17 @@ def test_reads_cover_each_token_once() -> None:
             start = rng.randrange(start, end + 1)
         chain = found(ranges[-1][1], *ranges)
         n_tokens = rng.randrange(chain.n_tokens + 1)
-        reads = plan_reads(chain, LAYERS, n_tokens)
+        reads = reads_of(chain, n_tokens, WIDE)
         at = 0
         owner = {lo: row.id for row, lo, hi in chain.pieces if lo < hi}
         serving = 0
         for read in reads:
             assert 0 < len(read.chunks) <= 16
-            for chunk, lo, hi in read.chunks:
+            numbers = [number for number, _, _ in chunks_of(read)]
+            assert numbers == [chunk.index for chunk in read.chunks]
+            for number, lo, hi in chunks_of(read):
                 serving = owner.get(lo, serving)
-                first, last = read.shape.span(chunk)
+                ((first, last),) = read.shape.chunks[number].ranges
                 assert first <= lo < hi <= last
                 assert (at, serving) == (lo, read.row.id)
                 at = hi
@@ -127,3 +150,19 @@ def test_reads_cover_each_token_once() -> None:
         ids = [read.row.id for read in reads]
         firsts = [read.row.id for read in reads if read.first]
         assert sorted(set(ids)) == firsts
+
+
+def test_a_plan_of_full_attention_is_all_that_was_found() -> None:
+    """Every position can be resumed, so nothing that is stored is left out."""
+    rng = random.Random(15)
+    for _ in range(100):
+        chain = found(600, (0, 400), (300, 700))
+        n_tokens = rng.randrange(301, 701)
+        chain = Found(n_tokens, chain.chain)
+        made = plan(chain, LAYERS, [])
+        assert made.n_tokens == n_tokens
+        assert made.held(0) == ((0, n_tokens),)
+        assert [piece.hi for piece in made.pieces] == [300, n_tokens]
+        assert clip(made.held(0), n_tokens, 10**9) == ()
+    assert plan(Found(), LAYERS, []).n_tokens == 0
+    assert plan_reads(plan(Found(), LAYERS, []), LAYERS) == []

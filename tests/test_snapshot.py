@@ -20,18 +20,37 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import safetensors
-from builders import KEYS, attended, concatenated, kv, prints, quantized, tokens, values
+import xxhash
+from builders import (
+    KEYS,
+    arrays_cache,
+    attended,
+    clone_of,
+    concatenated,
+    kv,
+    parts,
+    prints,
+    quantized,
+    rotating,
+    tokens,
+    values,
+)
 from mlx_lm.models.cache import ConcatenateKVCache, QuantizedKVCache
 
-from promptstore import Namespace, buffers, codecs, intake, snapshot
+from promptstore import Namespace, buffers, codecs, snapshot
+from promptstore.capture import Capture, take_in
 from promptstore.errors import (
     SnapshotCorrupt,
     SnapshotMissing,
     SnapshotUnreadable,
     SnapshotUnsupported,
 )
-from promptstore.layers import from_text, token_bytes
-from promptstore.snapshot import Contents, RowSource, Shape, SnapshotFile, Written
+from promptstore.extent import Band, Extent, Shape
+from promptstore.layers import Layers, from_text, leaves, token_bytes
+from promptstore.ranges import Ranges, Run, count, intersect
+from promptstore.restore import blank
+from promptstore.snapshot import Body, Contents, Placed, SnapshotFile, Written, rows
+from promptstore.snapshot import header as header_
 
 PAGE = 4096
 ID, PARENT = "ab" * 16, "cd" * 16
@@ -73,70 +92,109 @@ class Saved:
     def regions(self) -> dict[str, tuple[int, int]]:
         """The bytes ``[lo, hi)`` of each region that has a checksum."""
         found = {"header": (0, self.data_start)}
+        for chunk in self.shape.chunks:
+            lo = self.data_start + chunk.offset
+            found[f"chunk {chunk.index}"] = lo, lo + chunk.nbytes
         rows_end = self.data_start + self.shape.rows_nbytes
-        for chunk in range(self.shape.n_chunks):
-            lo = self.data_start + self.shape.offset(chunk)
-            hi = min(self.data_start + self.shape.offset(chunk + 1), rows_end)
-            found[f"chunk {chunk}"] = lo, hi
-        return found | {"tokens": (rows_end, self.written.nbytes)}
+        tokens_at = rows_end + self.shape.state_nbytes
+        if rows_end < tokens_at:
+            found["state"] = rows_end, tokens_at
+        return found | {"tokens": (tokens_at, self.written.nbytes)}
+
+
+def extent_of(layers: Layers, start: int, end: int) -> Extent:
+    """Return the extent of all rows of all layers."""
+    every = tuple(range(len(leaves(layers))))
+    bands = (Band(every, ((start, end),)),) if start < end else ()
+    return Extent(start, end, bands)
 
 
 def save(
     directory: Path,
     cache: Sequence[Any],
     start: int = 0,
-    sources: Sequence[RowSource] | None = None,
+    capture: Capture | None = None,
+    extent: Extent | None = None,
+    end: int | None = None,
 ) -> Saved:
-    """Write the rows of *cache* from token *start* on, as the store would."""
-    end = codecs.n_cached(cache)
+    """Write the rows of *cache* from token *start* on, as the store would.
+
+    Args:
+        directory: Where.
+        cache: What.
+        start: The first token.
+        capture: The store's own copy, if not one of all of *cache*.
+        extent: What to write, if not all rows from *start* on and no state.
+        end: One past the last token, if the layers do not tell.
+    """
+    end = codecs.n_cached(cache) if end is None else end
+    layers = codecs.describe(cache)
     contents = Contents(
         id=ID,
         namespace=asdict(Namespace("weights-a", tenant="Ä\n")),
-        layers=codecs.describe(cache),
+        layers=layers,
         parent=PARENT if start else None,
-        start=start,
-        end=end,
+        extent=extent_of(layers, start, end) if extent is None else extent,
         end_digest="00" * 16,
         kind="assistant",
         created_ns=1_700_000_000_000_000_000,
         writer="test",
     )
     ids = tokens(end)
-    if sources is None:
-        sources = intake.rows_of(codecs.clone(cache, end))
+    if capture is None:
+        capture = take_in(cache, end).capture()
+    state = capture.state_bytes() if contents.extent.state else []
+    body = Body(capture.parts(), state, np.array(ids[start:], np.int64))
     path = directory / f"{ID}.safetensors"
     with snapshot.create(path) as fd:
-        written = snapshot.write(fd, contents, np.array(ids[start:]), sources)
+        written = snapshot.write(fd, contents, body)
     return Saved(path, contents, ids[start:], written)
 
 
 def load(saved: Saved, lo: int, hi: int, *, verify: bool = True) -> list[Any]:
     """Return a live cache whose rows ``[lo, hi)`` were read, the others being 0."""
-    arrays = []
-    for layer in saved.contents.layers:
-        arrays += buffers.empty(layer.parts, hi)
-    targets = [buffers.rows(array) for array in arrays]
-    for target in targets:
-        target[:] = 0
+    layers = saved.contents.layers
+    made = blank(layers, hi, hi, {}, ())
+    for target in itertools.chain(*made.rows):
+        target.rows[:] = 0
+    wanted = [((lo, hi),)] * len(made.rows)
     with saved.open() as file:
-        for chunk in range(saved.shape.n_chunks):
-            first, last = saved.shape.span(chunk)
-            if max(lo, first) < min(hi, last):
-                ends = max(lo, first), min(hi, last)
-                file.read_chunk(chunk, targets, *ends, verify=verify)
-    return codecs.rebuild(saved.contents.layers, arrays, hi)
+        for chunk in saved.shape.chunks:
+            if intersect(((lo, hi),), chunk.ranges):
+                file.read_chunk(chunk, made.rows, wanted, verify=verify)
+    return codecs.rebuild(layers, made.leaves, hi)
+
+
+def blanks(saved: Saved) -> list[list[Placed]]:
+    """Return zeros to read all rows of two layers of float32 into, by leaf."""
+    n = saved.contents.extent.end
+    return [
+        [Placed(np.zeros((2, n, 32), np.uint8), (Run(0, n, 0),)) for _ in range(2)]
+        for _ in range(2)
+    ]
+
+
+def ranges(lo: int, hi: int) -> list[Ranges]:
+    """Return, by leaf, what to take: the same of two layers."""
+    return [((lo, hi),)] * 2
 
 
 def zeroed(cache: Sequence[Any], lo: int, hi: int) -> list[Any]:
     """Return a copy of the first *hi* rows of *cache* with 0 before row *lo*."""
-    clone = codecs.clone(cache, hi)
-    arrays = []
-    for array in codecs.part_arrays(clone):
+    clone = clone_of(cache, hi)
+    supply = []
+    for array in parts(clone):
         kept = mx.contiguous(array[:, :, :hi])
         kept[:, :, :lo] = 0
-        arrays.append(kept)
-    mx.eval(arrays)
-    return codecs.rebuild(codecs.describe(cache), arrays, hi)
+        supply.append(kept)
+    mx.eval(supply)
+    arrays = iter(supply)
+    layers = codecs.describe(cache)
+    made = [
+        codecs.Leaf([next(arrays) for _ in leaf.parts], (), None, {})
+        for leaf in leaves(layers)
+    ]
+    return codecs.rebuild(layers, made, hi)
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
@@ -162,11 +220,13 @@ def test_chunks_are_256_tokens_counted_from_the_start(
     start: int, end: int, spans: list[tuple[int, int]]
 ) -> None:
     """Each chunk but the last has 256 tokens, and lies behind the one before it."""
-    shape = Shape(codecs.describe(kv(1)), start, end)
-    assert spans == [shape.span(chunk) for chunk in range(shape.n_chunks)]
+    layers = codecs.describe(kv(1))
+    shape = Shape(layers, extent_of(layers, start, end))
+    assert [(span,) for span in spans] == [chunk.ranges for chunk in shape.chunks]
+    assert [chunk.index for chunk in shape.chunks] == list(range(len(spans)))
     bytes_a_token = token_bytes(shape.layers)
     expected = [(lo - start) * bytes_a_token for lo, _ in spans]
-    assert expected == [shape.offset(chunk) for chunk in range(shape.n_chunks)]
+    assert expected == [chunk.offset for chunk in shape.chunks]
     assert shape.rows_nbytes == (end - start) * bytes_a_token
     assert shape.data_nbytes == (end - start) * (bytes_a_token + 8)
 
@@ -197,12 +257,13 @@ def test_a_delta_holds_the_rows_from_its_start_on(
 ) -> None:
     """Rows [start, end) are written, from a whole cache or from a compact copy."""
     cache = build(600)
-    copies = intake.take_in(cache, 600).rows(start)
-    assert all(source.rows.shape[1] == 600 - start for source in copies)
+    copies = take_in(cache, 600).capture_rows(start)
+    for part in itertools.chain(*copies.parts()):
+        assert part.rows.shape[1] == 600 - start
     paths = {}
-    for name, sources in (("whole", None), ("copy", copies)):
+    for name, capture in (("whole", None), ("copy", copies)):
         (tmp_path / name).mkdir()
-        saved = save(tmp_path / name, cache, start, sources)
+        saved = save(tmp_path / name, cache, start, capture)
         paths[name] = saved.path
         expected = zeroed(cache, start, 600)
         assert prints(expected) == prints(load(saved, start, 600))
@@ -234,10 +295,12 @@ def test_a_range_lands_in_a_buffer_with_room(tmp_path: Path) -> None:
     saved = save(tmp_path, kv(300))
     arrays = [mx.full((1, 2, 512, 8), 9.0) for _ in range(4)]
     mx.eval(arrays)
-    targets = [buffers.rows(array) for array in arrays]
+    placed = [Placed(buffers.rows(array), (Run(0, 300, 0),)) for array in arrays]
+    targets = [placed[:2], placed[2:]]
     with saved.open() as file:
-        n_read = file.read_chunk(0, targets, 0, 256, verify=True)
-        n_read += file.read_chunk(1, targets, 256, 300, verify=True)
+        first, second = saved.shape.chunks
+        n_read = file.read_chunk(first, targets, ranges(0, 256), verify=True)
+        n_read += file.read_chunk(second, targets, ranges(256, 300), verify=True)
     assert n_read == saved.shape.rows_nbytes
     for number, array in enumerate(arrays):
         rows = values(0, 300, layer=number // 2, part=number % 2)
@@ -250,7 +313,7 @@ def test_no_rows_are_a_snapshot(tmp_path: Path) -> None:
     saved = save(tmp_path, kv(300), start=300)
     with saved.open() as file:
         file.verify_all()
-        file.read_ahead(300)
+        file.read_ahead()
     contents, ids, written = snapshot.read_contents(saved.path)
     assert (contents, ids.tolist(), written) == (saved.contents, [], saved.written)
     assert list(mx.load(str(saved.path))) == ["tokens"]
@@ -270,9 +333,11 @@ def test_ids_of_more_than_32_bits_are_in_the_file(tmp_path: Path) -> None:
     """The ids come back as they were, negative ones of 60 bits too."""
     cache, ids = kv(3), np.array([-855241551491862571, 2**32 + 5, 5])
     contents = save(tmp_path, cache).contents
-    path = tmp_path / "other.safetensors"
+    path = tmp_path / f"{ID}.safetensors"
+    path.unlink()
+    body = Body(take_in(cache, 3).capture().parts(), [], ids)
     with snapshot.create(path) as fd:
-        snapshot.write(fd, contents, ids, intake.rows_of(cache))
+        snapshot.write(fd, contents, body)
     _, actual, _ = snapshot.read_contents(path)
     assert ids.tolist() == actual.tolist()
     assert ids.tolist() == mx.load(str(path))["tokens"].tolist()
@@ -296,10 +361,12 @@ def test_the_file_is_plain_safetensors(
             names = [f"{chunk:06}.{index:04}.{part.name}" for chunk in range(3)]
             joined.append(mx.concatenate([loaded.pop(name) for name in names], axis=2))
     assert list(loaded) == ["tokens"]
-    rebuilt = codecs.rebuild(saved.contents.layers, joined, 600)
-    assert prints(cache) == prints(rebuilt)
+    assert len(joined) == len(parts(cache))
+    for whole, array in zip(parts(cache), joined, strict=True):
+        assert mx.array_equal(whole[:, :, :600], array)
+        assert whole.dtype == array.dtype
     with safetensors.safe_open(saved.path, "np") as file:
-        assert list(file.metadata()) == ["promptstore"]
+        assert sorted(file.metadata()) == ["promptstore", "promptstore.checksum"]
         assert len(list(file.keys())) == 3 * len(joined) + 1
         assert list(saved.tokens) == file.get_tensor("tokens").tolist()
 
@@ -322,10 +389,10 @@ def test_rows_start_on_a_page_and_tokens_come_last(tmp_path: Path) -> None:
     assert np.frombuffer(data[-8 * 600 :], "<i8").tolist() == saved.tokens
     at = saved.data_start
     for chunk, layer, part in itertools.product(range(3), range(2), range(2)):
-        lo, hi = saved.shape.span(chunk)
-        rows = values(lo, hi, layer=layer, part=part).astype("<f4").tobytes()
-        assert rows == data[at : at + len(rows)]
-        at += len(rows)
+        ((lo, hi),) = saved.shape.chunks[chunk].ranges
+        expected = values(lo, hi, layer=layer, part=part).astype("<f4").tobytes()
+        assert expected == data[at : at + len(expected)]
+        at += len(expected)
     assert at == len(data) - 8 * 600
 
 
@@ -338,7 +405,7 @@ def test_the_size_is_known_before(
     saved = save(tmp_path, build(n))
     assert snapshot.nbytes_of(saved.contents) == saved.path.stat().st_size
     assert saved.written.nbytes == saved.path.stat().st_size
-    assert len(saved.written.checksums) == 16 * (saved.shape.n_chunks + 2)
+    assert len(saved.written.checksums) == 16 * (len(saved.shape.chunks) + 3)
 
 
 def random_rows(cache: Sequence[Any], n: int) -> list[bytes]:
@@ -351,8 +418,8 @@ def random_rows(cache: Sequence[Any], n: int) -> list[bytes]:
         rows = mx.array(rng.normal(size=(1, 2, n, wide)).astype(np.float32))
         dtype = attended([layer])[1].dtype
         layer.update_and_fetch(rows.astype(dtype), rows.astype(dtype))
-    mx.eval(codecs.part_arrays(cache))
-    for array in codecs.part_arrays(cache):
+    mx.eval(parts(cache))
+    for array in parts(cache):
         for head in buffers.rows(array):
             found += [row.tobytes() for row in head[held : held + n] if row.size >= 8]
     return found
@@ -563,14 +630,18 @@ def test_short_reads_are_continued(
         file.verify_all()
 
 
-@pytest.mark.xfail(reason="a short pread of the header is taken for proven damage")
 def test_short_reads_of_the_contents_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading a header in pieces gives the same contents and tokens."""
     saved = save(tmp_path, kv(300))
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 100), at))
+    rng = random.Random(8)
+    preadv = os.preadv
+
+    def short(fd: int, views: list[memoryview], at: int) -> int:
+        return preadv(fd, cut_short(views, rng.choice([1, 100, 5000])), at)
+
+    monkeypatch.setattr(os, "preadv", short)
     contents, ids, _ = snapshot.read_contents(saved.path)
     assert (contents, ids.tolist()) == (saved.contents, saved.tokens)
 
@@ -606,10 +677,10 @@ def test_more_bytes_than_a_group_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk of many megabytes goes in several calls, and verifies as one."""
-    monkeypatch.setattr(snapshot, "_GROUP_BYTES", 10_000)
+    monkeypatch.setattr(rows, "_GROUP_BYTES", 10_000)
     cache = kv(600)
     saved = save(tmp_path, cache)
-    monkeypatch.setattr(snapshot, "_GROUP_BYTES", 1_000)
+    monkeypatch.setattr(rows, "_GROUP_BYTES", 1_000)
     assert prints(cache) == prints(load(saved, 0, 600))
     monkeypatch.undo()
     assert prints(cache) == prints(load(saved, 0, 600))
@@ -617,25 +688,26 @@ def test_more_bytes_than_a_group_are_split(
         file.verify_all()
 
 
-@pytest.mark.parametrize("hi", [1, 256, 257, 600, 9999])
-def test_read_ahead_reads_the_chunks_up_to_a_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hi: int
+@pytest.mark.parametrize("step", [1000, 4096, 4 << 20])
+def test_read_ahead_reads_each_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Whole chunks up to the one that holds the last token, and nothing behind."""
+    """All of the file passes through memory, in steps, and nothing twice."""
     saved = save(tmp_path, kv(600))
-    touched = [0]
+    touched: list[tuple[int, int]] = []
     preadv = os.preadv
 
     def note(fd: int, views: list[memoryview], at: int) -> int:
-        touched.append(at + sum(map(len, views)))
+        touched.append((at, at + sum(map(len, views))))
         return preadv(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", note)
+    monkeypatch.setattr("promptstore.snapshot.read._STEP_BYTES", step)
     with saved.open() as file:
-        file.read_ahead(hi)
-    n_tokens = min(-(-hi // 256) * 256, 600)
-    expected = saved.data_start + n_tokens * token_bytes(saved.contents.layers)
-    assert expected == max(touched)
+        file.read_ahead()
+    assert [lo for lo, _ in touched] == [0, *(hi for _, hi in touched[:-1])]
+    assert touched[-1][1] == saved.written.nbytes
+    assert max(hi - lo for lo, hi in touched) <= step
 
 
 # ---------------------------------------------------------------------- damage
@@ -662,13 +734,14 @@ def test_a_file_of_another_size_is_corrupt(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_while_it_is_open_is_corrupt(tmp_path: Path) -> None:
     """Rows that are gone when they are read are never taken for zeros."""
     saved = save(tmp_path, kv(600))
-    targets = [np.zeros((2, 600, 32), np.uint8) for _ in range(4)]
+    targets = blanks(saved)
     with saved.open() as file:
-        os.truncate(saved.path, saved.data_start + saved.shape.offset(1) + 5)
-        file.read_chunk(0, targets, 0, 256, verify=True)
+        first, second, _ = saved.shape.chunks
+        os.truncate(saved.path, saved.data_start + second.offset + 5)
+        file.read_chunk(first, targets, ranges(0, 256), verify=True)
         for verify, ends in ((True, (256, 512)), (False, (256, 300))):
             with pytest.raises(SnapshotCorrupt, match="ends before"):
-                file.read_chunk(1, targets, *ends, verify=verify)
+                file.read_chunk(second, targets, ranges(*ends), verify=verify)
         with pytest.raises(SnapshotCorrupt):
             file.verify_all()
 
@@ -695,20 +768,20 @@ def test_one_flipped_bit_is_found(tmp_path: Path, region: str) -> None:
 
 def failing(saved: Saved) -> list[str]:
     """Return which regions a restore of everything would find damaged."""
-    targets = [np.zeros((2, 600, 32), np.uint8) for _ in range(4)]
+    targets = blanks(saved)
     found = []
     with saved.open() as file:
         try:
             file.verify_header()
         except SnapshotCorrupt:
             found.append("header")
-        for chunk in range(saved.shape.n_chunks):
-            ends = saved.shape.span(chunk)
+        for chunk in saved.shape.chunks:
+            (ends,) = chunk.ranges
             for lo, hi in (ends, (ends[0], ends[0] + 1), (ends[1] - 1, ends[1])):
                 try:
-                    file.read_chunk(chunk, targets, lo, hi, verify=True)
+                    file.read_chunk(chunk, targets, ranges(lo, hi), verify=True)
                 except SnapshotCorrupt:
-                    found.append(f"chunk {chunk}")
+                    found.append(f"chunk {chunk.index}")
     return sorted(set(found))
 
 
@@ -747,14 +820,15 @@ def test_a_file_that_is_replaced_while_it_is_open_is_read_as_it_was(
     """Fault P03: neither unlink nor replace changes what an open file gives."""
     cache = kv(300)
     saved = save(tmp_path, cache)
-    targets = [np.zeros((2, 300, 32), np.uint8) for _ in range(4)]
+    targets = blanks(saved)
     with saved.open() as file:
         saved.path.unlink()
         saved.path.write_bytes(b"other")
-        file.read_chunk(0, targets, 0, 256, verify=True)
+        first = saved.shape.chunks[0]
+        file.read_chunk(first, targets, ranges(0, 256), verify=True)
         file.verify_all()
     expected = values(0, 256, layer=0, part=KEYS)[0]
-    assert np.array_equal(expected, targets[0].view(np.float32)[:, :256])
+    assert np.array_equal(expected, targets[0][0].rows.view(np.float32)[:, :256])
 
 
 def test_checksums_of_another_file_are_found(tmp_path: Path) -> None:
@@ -792,6 +866,28 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(SnapshotCorrupt, match="symbolic link"):
         saved.open()
     with pytest.raises(SnapshotCorrupt, match="symbolic link"):
+        snapshot.read_contents(saved.path)
+
+
+def test_a_pipe_is_not_a_snapshot(tmp_path: Path) -> None:
+    """A FIFO in the place of a snapshot is damage, and nobody waits for a writer."""
+    saved = save(tmp_path, kv(3))
+    saved.path.unlink()
+    os.mkfifo(saved.path)
+    before = n_descriptors()
+    with pytest.raises(SnapshotCorrupt):
+        saved.open()
+    assert snapshot.is_abandoned(saved.path)
+    assert before == n_descriptors()
+
+
+@pytest.mark.xfail(reason="the size of a FIFO is not looked at before it is read")
+def test_a_pipe_says_nothing_of_itself(tmp_path: Path) -> None:
+    """An index that is rebuilt from files takes a FIFO for damage as well."""
+    saved = save(tmp_path, kv(3))
+    saved.path.unlink()
+    os.mkfifo(saved.path)
+    with pytest.raises(SnapshotCorrupt):
         snapshot.read_contents(saved.path)
 
 
@@ -851,20 +947,19 @@ def test_what_the_system_refuses_to_read_is_not_proven_bad(
 ) -> None:
     """An I/O error is SnapshotUnreadable, wherever it comes, and passes again."""
     saved = save(tmp_path, kv(600))
-    targets = [np.zeros((2, 600, 32), np.uint8) for _ in range(4)]
+    targets, chunks = blanks(saved), saved.shape.chunks
 
     def refuse(*_: Any) -> int:
         raise OSError(errno.EIO, "I/O error")
 
     with saved.open() as file, monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refuse)
-        patch.setattr(os, "pread", refuse)
         asks: list[Callable[[], Any]] = [
             file.verify_header,
             file.verify_all,
-            lambda: file.read_ahead(300),
-            lambda: file.read_chunk(0, targets, 0, 256, verify=True),
-            lambda: file.read_chunk(2, targets, 513, 514, verify=False),
+            file.read_ahead,
+            lambda: file.read_chunk(chunks[0], targets, ranges(0, 256), verify=True),
+            lambda: file.read_chunk(chunks[2], targets, ranges(513, 514), verify=False),
             lambda: snapshot.read_contents(saved.path),
         ]
         for ask in asks:
@@ -913,16 +1008,27 @@ def with_facts(saved: Saved, **changes: Any) -> None:
     facts = {key: value for key, value in facts.items() if value is not ...}
     with contextlib.suppress(Exception):
         header = tensors_of(facts) | {"__metadata__": header["__metadata__"]}
-    header["__metadata__"]["promptstore"] = json.dumps(facts)
+    with_text(saved, header, json.dumps(facts))
+
+
+def with_text(saved: Saved, header: dict[str, Any], text: str) -> None:
+    """Let a file say *text* of itself, with the checksum of that."""
+    header["__metadata__"]["promptstore"] = text
+    checksum = xxhash.xxh3_128_hexdigest(text.encode())
+    header["__metadata__"]["promptstore.checksum"] = checksum
     with_header(saved, json.dumps(header, separators=(",", ":")).encode())
 
 
 def tensors_of(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the header that a file of these facts would have."""
-    own = {field.name: facts[field.name] for field in dataclasses.fields(Contents)}
-    contents = Contents(**own | {"layers": from_text(facts["layers"])})
+    names = [field.name for field in dataclasses.fields(Contents)]
+    own = {name: facts[name] for name in names if name != "extent"}
+    extent = Extent.from_text(facts["extent"], facts["start"], facts["end"])
+    contents = Contents(
+        **own | {"layers": from_text(facts["layers"]), "extent": extent}
+    )
     assert contents.shape.n_tokens < 10_000
-    tensors: dict[str, Any] = json.loads(snapshot._header(contents, b"")[8:])
+    tensors: dict[str, Any] = json.loads(header_.build(contents, b"")[8:])
     return {"__metadata__": None} | tensors
 
 
@@ -1016,7 +1122,6 @@ def test_facts_that_do_not_describe_the_file_are_corrupt(
         snapshot.read_contents(saved.path)
 
 
-@pytest.mark.xfail(reason="TypeError, OverflowError or RecursionError comes through")
 @pytest.mark.parametrize(
     "facts",
     [
@@ -1040,7 +1145,6 @@ def test_facts_of_wrong_types_are_corrupt(
         snapshot.read_contents(saved.path)
 
 
-@pytest.mark.xfail(reason="accepted: only the sizes are compared with the file")
 @pytest.mark.parametrize(
     "facts",
     [
@@ -1070,7 +1174,6 @@ def test_facts_that_no_row_can_take_are_corrupt(
         snapshot.read_contents(saved.path)
 
 
-@pytest.mark.xfail(reason="RecursionError comes through")
 def test_endless_brackets_are_corrupt(tmp_path: Path) -> None:
     """A header that is nested without end is not JSON for us."""
     saved = save(tmp_path, kv(300))
@@ -1097,8 +1200,7 @@ def test_facts_that_come_twice_are_corrupt(tmp_path: Path) -> None:
     saved = save(tmp_path, kv(300))
     header = header_of(saved.path)
     facts = header["__metadata__"]["promptstore"]
-    header["__metadata__"]["promptstore"] = '{"id":"other",' + facts[1:]
-    with_header(saved, json.dumps(header, separators=(",", ":")).encode())
+    with_text(saved, header, '{"id":"other",' + facts[1:])
     with pytest.raises(SnapshotCorrupt):
         snapshot.read_contents(saved.path)
 
@@ -1167,7 +1269,6 @@ def test_random_damage_to_a_header_raises_nothing_else(tmp_path: Path) -> None:
                 file.verify_header()
 
 
-@pytest.mark.xfail(reason="the header has no checksum of its own")
 def test_one_flipped_bit_of_the_facts_is_found_without_the_row(tmp_path: Path) -> None:
     """An index is rebuilt from files: KV must not come into another namespace."""
     saved = save(tmp_path, kv(20))

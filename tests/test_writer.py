@@ -149,7 +149,6 @@ def test_a_job_larger_than_the_queue_is_taken_alone(writer: Writer) -> None:
     writer.flush(LONG_S)
 
 
-@pytest.mark.xfail(reason="an oversized job keeps out even jobs of no bytes")
 def test_a_job_of_no_bytes_always_has_room(writer: Writer, gate: Gate) -> None:
     """`match` records its uses so: it must not wait for a large write to end."""
     block(writer, gate, 1000)

@@ -10,7 +10,7 @@ import numpy as np
 
 from promptstore import layers
 from promptstore.extent import Extent
-from promptstore.tokens import Tokens
+from promptstore.tokens import Tokens, compact
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def _row(values: tuple[Any, ...]) -> Row:
 
 
 def pack(tokens: Tokens) -> bytes:
-    """Return ids in 4 bytes each if they fit, else in 8."""
-    narrow = tokens.astype("<i4")
-    return narrow.tobytes() if (narrow == tokens).all() else tokens.tobytes()
+    """Return ids in 4 bytes each if they fit, else in 8; little-endian."""
+    kept = compact(tokens)
+    return kept.astype(f"<i{kept.itemsize}").tobytes()
 
 
 def unpack(blob: bytes, n_tokens: int) -> Tokens:
     dtype = "<i4" if len(blob) == 4 * n_tokens else "<i8"
-    return np.frombuffer(blob, dtype).astype(np.int64)
+    return np.frombuffer(blob, dtype)
 
 
 def expires_ns(ttl_s: float | None, now: int) -> int | None:

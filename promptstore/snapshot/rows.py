@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from promptstore.ranges import Ranges, Run
 
-_GROUP_BYTES = 4 << 20  # read and hash in pieces that stay in the processor's cache
+_GROUP_BYTES = 512 << 10  # read and hash in pieces that stay in a core's own cache
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 Rows = npt.NDArray[np.uint8]
