@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -124,6 +125,66 @@ def generate(
     return text
 
 
+def precompute(
+    model: Any,
+    tokens: Sequence[int] | Tokens,
+    *,
+    store: PromptStore,
+    namespace: Namespace,
+    kind: Kind = "system",
+    label: str | None = None,
+    pin: bool = False,
+    ttl_s: float | None = None,
+    on_match: Callable[[Match], None] | None = None,
+    progress: Progress | None = None,
+    checkpoint_every: int = 8192,
+    draft_model: Any = None,
+    prefill_step_size: int = 2048,
+) -> Match:
+    """Compute the KV of *tokens*, as far as it is not stored, and insert it.
+
+    If something raises on the way, what was computed is inserted, without label and
+    pin, so that another run goes on from there.
+
+    Args:
+        model: The model.
+        tokens: A prompt that later ones begin with.
+        store: Where prompt caches are kept.
+        namespace: Of the model, with *draft_model* and adapter if there are any.
+        kind: What the tokens end with.
+        label: A name for the prompt.
+        pin: Protect it from eviction.
+        ttl_s: Forget it after this many seconds.
+        on_match: Called with what was stored before the prefill begins.
+        progress: Called with the tokens done so far and their total.
+        checkpoint_every: As for `stream_generate`.
+        draft_model: As for `stream_generate`.
+        prefill_step_size: Tokens at once.
+
+    Returns:
+        What was stored already.
+
+    Raises:
+        ValueError: *tokens* is empty.
+    """
+    ids = as_tokens(tokens)
+    if not len(ids):
+        raise ValueError("tokens is empty")
+    options = {
+        "prefill_step_size": prefill_step_size,
+        "prompt_progress_callback": progress,
+    }
+    # A match leaves one token to prefill: here one that is not of the prompt.
+    request = np.append(ids, 0)
+    match, fresh = _match(store, namespace, request, model, draft_model, options)
+    if on_match is not None:
+        on_match(match)
+    run = _Run(store, namespace, ids, match, fresh, [model, draft_model], options)
+    stops = _every(fresh, ids, checkpoint_every)
+    run.precompute(stops, kind, label=label, pin=pin, ttl_s=ttl_s)
+    return match
+
+
 def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> Any:
     """Return the tokens of a prompt, as mlx-lm encodes it.
 
@@ -206,13 +267,26 @@ class _Run:
     ) -> Generator[Any, None, None]:
         """Prefill with stops to store on the way, generate, insert in the end."""
         try:
-            for position in sorted(stops):
-                if self._n_done < position < len(self._tokens):
-                    self._prefill_to(position)
-                    self._insert(position, stops[position])
+            self._stop_at(stops)
             yield from self._generate(tokenizer)
         finally:
             self._insert_what_is_sure()
+
+    def precompute(self, stops: dict[int, Kind], kind: Kind, **marks: Any) -> None:
+        """Prefill with stops to store on the way, and insert all."""
+        try:
+            self._stop_at(stops)
+            self._prefill_to(len(self._tokens))
+        except BaseException:
+            self._insert_what_is_sure()
+            raise
+        self._insert(len(self._tokens), kind, **marks)
+
+    def _stop_at(self, stops: dict[int, Kind]) -> None:
+        for position in sorted(stops):
+            if self._n_done < position < len(self._tokens):
+                self._prefill_to(position)
+                self._insert(position, stops[position])
 
     def _generate(self, tokenizer: Any) -> Generator[Any, None, None]:
         rest = mx.array(self._tokens[self._n_done :])
@@ -264,7 +338,7 @@ class _Run:
         self._progress(self._n_done + done, len(self._tokens))
         self._at_rest = False
 
-    def _insert(self, n_tokens: int, kind: Kind) -> None:
+    def _insert(self, n_tokens: int, kind: Kind, **marks: Any) -> None:
         n_target = self._n_target
         n_target_ = n_target if n_target < len(self._cache) else None
         with contextlib.suppress(ValueError):  # a draft that lags cannot always be cut
@@ -274,6 +348,7 @@ class _Run:
                 self._cache,
                 kind=kind,
                 n_target=n_target_,
+                **marks,
             )
 
     def _insert_what_is_sure(self) -> None:
@@ -312,9 +387,7 @@ def _stops(
     """Return where to store on the way, and what the prompt ends with there."""
     if _is_full(fresh):
         return {}
-    stops: dict[int, Kind] = {}
-    if every and _has_state(fresh):
-        stops |= dict.fromkeys(range(every, len(tokens), every), "user")
+    stops = _every(fresh, tokens, every)
     if checkpoints is not None:
         return stops | dict.fromkeys(checkpoints, "user")
     found = _boundaries(tokenizer)
@@ -324,6 +397,13 @@ def _stops(
     if system_end is not None:
         stops[system_end] = "system"
     return stops
+
+
+def _every(fresh: list[Any], tokens: Tokens, n: int) -> dict[int, Kind]:
+    """Return every *n*th position if the cache has state, which cannot be cut."""
+    if not n or not _has_state(fresh):
+        return {}
+    return dict.fromkeys(range(n, len(tokens), n), "user")
 
 
 @functools.lru_cache(maxsize=8)

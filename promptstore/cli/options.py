@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,16 @@ tenant = click.option(
     default="",
     help="Whose prompts these are. Tenants share nothing.",
 )
+disk_bytes = click.option(
+    "--disk-bytes",
+    metavar="SIZE",
+    envvar="PROMPTSTORE_DISK_BYTES",
+    show_envvar=True,
+    default="50GiB",
+    show_default=True,
+    callback=lambda _, parameter, value: _size(parameter, value),
+    help="Budget of everything in the store, for example 800MB or 50GiB.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -56,3 +67,12 @@ def open_existing(root: Path, *, read_only: bool = True) -> PromptStore | None:
     if not (root / "index.db").exists():
         return None
     return PromptStore.open(root, memory_bytes=0, read_only=read_only)
+
+
+def _size(parameter: click.Parameter, text: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no size", param=parameter)
+    number, unit, binary = found.groups()
+    power = " kmgt".index(unit or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +62,7 @@ class _Marks:
 )
 @options.adapter_path
 @options.tenant
+@options.disk_bytes
 @options.store
 def precompute(
     model: str,
@@ -72,6 +72,7 @@ def precompute(
     ttl_s: float | None,
     adapter_path: Path | None,
     tenant: str,
+    disk_bytes: int,
     root: Path,
 ) -> None:
     """Compute the KV of a system prompt and store it.
@@ -87,7 +88,9 @@ def precompute(
     with Bar() as bar:
         path, namespace = _identify(model, adapter_path, tenant, bar)
         # Who precomputes a short prompt means it: no least length.
-        with PromptStore.open(root, memory_bytes=0, min_tokens=1) as store:
+        with PromptStore.open(
+            root, memory_bytes=0, disk_bytes=disk_bytes, min_tokens=1
+        ) as store:
             bar.phase("loading the model")
             llm, tokenizer = models.load(path, adapter_path, lazy=True)
             tokens = chat.shared_tokens(tokenizer, [system])
@@ -114,24 +117,21 @@ class _Prompt:
 
         If the prefill is interrupted, what it has done is stored, without marks.
         """
-        from promptstore.mlx_lm import prefill
+        from promptstore.mlx_lm import precompute
 
         bar.phase("restoring")
-        fresh = self._fresh_cache()
-        match = self.store.match(self.namespace, self._request, like=fresh)
-        cache = fresh if match.cache is None else match.cache
-        insert = partial(
-            self.store.insert, self.namespace, self.tokens, cache, kind="system"
+        match = precompute(
+            self.llm,
+            self.tokens,
+            store=self.store,
+            namespace=self.namespace,
+            label=marks.label,
+            pin=bool(marks.pin),
+            ttl_s=marks.ttl_s,
+            on_match=lambda match: bar.phase("prefill"),
+            progress=bar.update,
         )
-        bar.phase("prefill")
-        rest = self.tokens[match.n_tokens :]
-        try:
-            prefill(self.llm, rest, cache, progress=bar.update)
-        except BaseException:
-            insert()
-            raise
         bar.phase("writing")
-        insert(label=marks.label, pin=bool(marks.pin), ttl_s=marks.ttl_s)
         self.store.flush()
         return match.n_tokens
 
@@ -226,6 +226,7 @@ class _Answer:
 )
 @click.option("--no-store", is_flag=True, help="Compute everything; store nothing.")
 @options.as_json
+@options.disk_bytes
 @options.store
 @click.argument("question")
 def ask(
@@ -237,6 +238,7 @@ def ask(
     temp: float,
     no_store: bool,
     as_json: bool,
+    disk_bytes: int,
     root: Path,
     question: str,
 ) -> None:
@@ -255,7 +257,7 @@ def ask(
             path = models.resolve(model)
         else:
             path, namespace = _identify(model, adapter_path, tenant, bar)
-            store = PromptStore.open(root, memory_bytes=0)
+            store = PromptStore.open(root, memory_bytes=0, disk_bytes=disk_bytes)
             stack.callback(_close, store)
             home = store, namespace
         bar.phase("loading the model")
