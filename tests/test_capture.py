@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 from builders import (
     arrays_cache,
-    attended,
     chunked,
     concatenated,
     cut_to,
@@ -64,7 +64,7 @@ def test_a_ring_trimmed_past_its_window_is_refused(
         take_in(cache, 100 - n_trimmed)
 
 
-@pytest.mark.xfail(reason="an index at keep is believed, where no live ring has it")
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="an index at keep is believed, where no live ring has it")
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_ring_trimmed_to_its_first_slot_is_refused(keep: int) -> None:
     """Fault W03: a step moves on from the slot it wrote, so no ring stands at keep."""
@@ -87,14 +87,14 @@ def test_a_window_that_has_not_wrapped_may_be_trimmed() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize(("n", "steps"), [(100, 0), (100, 36), (300, 64)])
+@pytest.mark.parametrize(("n", "steps"), [(100, 1), (100, 36), (300, 64)])
 def test_a_wrapped_window_longer_than_its_key_is_refused(
     keep: int, n: int, steps: int
 ) -> None:
     """The rows of the window before its end are gone; the message says how many."""
     cache = [*kv(n), *rotating(n, 64, keep, steps=steps)]
     with pytest.raises(ValueError, match=f"cache holds {n} tokens, tokens has {n - 9}"):
-        take_in(cache, n - 9) if steps else take_in(rotating(n, 64, keep, steps=1), n - 9)
+        take_in(cache, n - 9)
 
 
 def test_a_long_prefill_still_has_an_earlier_window() -> None:
@@ -136,7 +136,7 @@ def test_a_window_longer_than_its_key_is_copied_as_far_as_the_key(
             assert mx.array_equal(a, b)
 
 
-@pytest.mark.xfail(reason="capture() cuts full attention only, and the tip is handed on")
+@pytest.mark.xfail(raises=AssertionError, reason="only full attention is cut")
 @pytest.mark.parametrize("build", LONGER.values(), ids=LONGER)
 def test_a_live_copy_holds_no_more_than_its_key(
     build: Callable[[int], list[Any]],
@@ -146,29 +146,20 @@ def test_a_live_copy_holds_no_more_than_its_key(
     assert [layer.offset for layer in capture.cache] == [30] * len(capture.cache)
 
 
-@pytest.mark.xfail(reason="the tip that is handed over still holds 40 tokens")
+@pytest.mark.xfail(raises=AssertionError, reason="the tip still holds 40 tokens")
 @pytest.mark.parametrize("build", LONGER.values(), ids=LONGER)
 def test_a_match_never_gives_more_than_it_says(
-    build: Callable[[int], list[Any]], store: PromptStore
+    build: Callable[[int], list[Any]], tmp_path: Path
 ) -> None:
     """A cache of 40 tokens stored under 30 comes back as a cache of 30."""
-    space, ids = Namespace("m"), tokens(100)
-    assert store.insert(space, ids[:30] + ids[:70], build(40)) == 40
-    assert store.insert(space, ids[50:80], build(40)) == 30
-    store.insert(space, [7] * 100, kv(100))
-    short = PromptStore.open(None, disk_bytes=0)
-    assert short.insert(space, ids[:30], build(40)) == 30
-    short.close()
-    durable = PromptStore.open(store._disk.root.path.parent / "other", min_tokens=1)
-    try:
-        durable.insert(space, ids[:30], build(40))
-        durable.flush()
-        match = durable.match(space, [*ids[:30], 5000])
+    space, ids = Namespace("m"), tokens(30)
+    with PromptStore.open(tmp_path / "store", min_tokens=1) as store:
+        assert store.insert(space, ids, build(40)) == 30
+        store.flush()
+        match = store.match(space, [*ids, 5000])
         assert match.n_tokens == 30
         assert match.cache is not None
         assert [layer.offset for layer in match.cache] == [30] * len(match.cache)
-    finally:
-        durable.close()
 
 
 # ----------------------------------------------------------------- full attention
@@ -487,6 +478,5 @@ def test_sizes_are_those_of_all_arrays() -> None:
     cache = [*kv(5), CacheList(*rotating(5, 64, n_layers=1), *arrays_cache(5))]
     nbytes, n_arrays = take_in(cache, 5).size()
     assert n_arrays == 2 * 2 + 2 + 2 * 2
-    arrays = [array for layer in codecs.leaves_of(cache[:2]) for array in layer.state]
-    assert sum(array.nbytes for array in arrays if isinstance(array, mx.array)) < nbytes
-    assert attended(kv(5))
+    rows = 2 * 2 * 256 + 2 * 5  # of two full layers, padded, and of a window
+    assert nbytes == rows * 2 * 8 * 4 + 2 * (12 + 15) * 4
