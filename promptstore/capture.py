@@ -35,7 +35,7 @@ class Capture:
             be used whole.
         text: What tells this layout from others.
         n_tokens: Tokens of it that count.
-        cache: Its layers, alive; empty if only rows were taken.
+        cache: Its layers, alive; empty if there are only rows to copy.
         leaves: The same, taken apart.
     """
 
@@ -123,9 +123,12 @@ class Intake:
             mx.eval(_arrays(own))
             return Capture(None, self.text, self.n_tokens, own, [])
         own = codecs.clone(self.cache)
+        leaves = codecs.take_apart(own, self.n_tokens)
         if resume.is_cuttable(self.layers):
             codecs.cut(own, self.n_tokens)
-        return self._capture(own, codecs.take_apart(own, self.n_tokens))
+        elif set(_lengths(own)) - {self.n_tokens}:
+            own = []  # alive it holds more than its tokens: only rows can be copied
+        return self._capture(own, leaves)
 
     def capture_rows(self, first: int) -> Capture:
         """Return compact copies of the rows from token *first* on, and the state.
@@ -172,6 +175,8 @@ def take_in(
         raise TypeError(f"cache must be a list, not {type(cache).__name__}")
     if not cache:
         raise ValueError("cache has no layers")
+    if n_target is not None and not 0 < n_target <= len(cache):
+        raise ValueError(f"n_target must be in [1, {len(cache)}], not {n_target}")
     unknown = codecs.unknown_classes(cache)
     batches = [name for name in unknown if name.startswith("Batch")]
     if batches:

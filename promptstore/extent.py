@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from promptstore.layers import ITEMSIZE_BY_DTYPE, Layers, RowPart, leaves
-from promptstore.ranges import Ranges, clip, count
+from promptstore.ranges import Ranges, clip, count, union
 
 CHUNK = 256
 """Tokens to a chunk: mlx-lm's own step."""
@@ -95,10 +95,23 @@ class Extent:
                 StateArray(int(leaf), str(name), str(dtype), _ints(shape))
                 for leaf, name, dtype, shape in value["state"]
             )
-            _ = [array.nbytes for array in state]
-        except (TypeError, KeyError, AttributeError, OverflowError) as error:
+            extent = cls(start, end, bands, rings, state)
+            extent._require_sense()
+        except (
+            TypeError, KeyError, AttributeError, OverflowError, RecursionError
+        ) as error:  # fmt: skip
             raise ValueError(f"not an extent: {error}") from error
-        return cls(start, end, bands, rings, state)
+        return extent
+
+    def _require_sense(self) -> None:
+        """Raise if bands or shapes are none that a snapshot can have."""
+        for band in self.bands:
+            inside = clip(union(band.ranges), 0, self.end)
+            if inside != band.ranges or any(leaf < 0 for leaf in band.leaves):
+                raise ValueError(f"not an extent: {band}")
+        for array in self.state:
+            if array.leaf < 0 or any(n < 0 for n in array.shape) or array.nbytes < 0:
+                raise ValueError(f"not an extent: {array}")
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class MemoryTier:
     def _can_cut(self, entry: Entry, n_tokens: int) -> bool:
         """Whether the live cache itself can become one of *n_tokens* cheaply."""
         n_extra = len(entry.tokens) - n_tokens
-        if entry.capture.layers is None:
+        if entry.capture.layers is None or not entry.capture.cache:
             return False
         return not n_extra or (
             entry.capture.is_cuttable and n_extra <= _HAND_OVER_TOKENS

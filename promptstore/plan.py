@@ -135,10 +135,9 @@ def _at_end(pieces: tuple[Piece, ...], layers: Layers, n_tokens: int) -> Plan | 
 
 
 def _upto(pieces: tuple[Piece, ...], n_tokens: int) -> tuple[Piece, ...]:
+    # Even one that starts behind may hold rows of windows that lie before.
     return tuple(
-        Piece(piece.row, piece.extent, min(piece.hi, n_tokens))
-        for piece in pieces
-        if piece.row.start < n_tokens
+        Piece(piece.row, piece.extent, min(piece.hi, n_tokens)) for piece in pieces
     )
 
 

@@ -53,21 +53,18 @@ def as_tokens(tokens: Any, name: str = "tokens") -> Tokens:
 def _from_sequence(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:
     # array() takes a third of the time of np.array() for a list of ints.
     try:
-        ids = np.frombuffer(array("I", tokens), np.uint32).astype(np.int64)
-        # array() takes a bool for 0 or 1.
-        if any(type(tokens[i]) is bool for i in np.flatnonzero(ids <= 1)):
-            return _from_objects(tokens, name)
-        return ids
-    except OverflowError:
-        pass
-    except TypeError:
-        return _from_objects(tokens, name)
-    try:
-        return np.frombuffer(array("q", tokens), np.int64).copy()
+        try:
+            ids = np.frombuffer(array("I", tokens), np.uint32).astype(np.int64)
+        except OverflowError:
+            ids = np.frombuffer(array("q", tokens), np.int64).copy()
     except OverflowError:
         raise ValueError(f"{name} holds an id of more than 64 signed bits") from None
     except TypeError:
         return _from_objects(tokens, name)
+    # array() takes a bool for 0 or 1.
+    if any(type(tokens[i]) is bool for i in np.flatnonzero((ids == 0) | (ids == 1))):
+        return _from_objects(tokens, name)
+    return ids
 
 
 def _from_objects(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:

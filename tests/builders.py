@@ -204,9 +204,7 @@ def arrays_cache(
 
 def parts(cache: Sequence[Any]) -> list[mx.array]:
     """Return the row parts of all layers in order, padded as they are."""
-    return [
-        array for leaf in codecs.take_apart(cache, 10**9) for array in leaf.arrays
-    ]
+    return [array for leaf in codecs.take_apart(cache, 10**9) for array in leaf.arrays]
 
 
 def clone_of(cache: Sequence[Any], n: int) -> list[Any]:

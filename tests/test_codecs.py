@@ -18,6 +18,7 @@ from builders import (
     clone_of,
     concatenated,
     cut_to,
+    grow,
     kv,
     parts,
     prefill,
@@ -182,9 +183,8 @@ def test_layers_that_disagree_hold_what_the_shortest_holds() -> None:
 
 
 def test_a_cache_without_layers_or_tokens_holds_nothing() -> None:
-    """Empty layers hold no token, and no layers do not tell of any."""
-    with pytest.raises(NotCovered):
-        codecs.n_cached([])
+    """Neither empty layers nor no layers hold a token."""
+    assert codecs.n_cached([]) == 0
     assert codecs.n_cached([KVCache(), QuantizedKVCache(), ConcatenateKVCache()]) == 0
 
 
@@ -318,8 +318,7 @@ def test_a_clone_shares_memory(build: Callable[[int], list[Any]]) -> None:
     cache = build(300)
     clone = clone_of(cache, 300)
     expected, actual = (
-        [buffers.rows(array).ctypes.data for array in parts(c)]
-        for c in (cache, clone)
+        [buffers.rows(array).ctypes.data for array in parts(c)] for c in (cache, clone)
     )
     assert expected == actual
 
@@ -555,3 +554,261 @@ def test_a_model_goes_on_from_a_cut_clone_as_from_cold(make: type[Any], n: int) 
     codecs.cut(again, n)
     _, actual = prefill(model, ids[n:], again)
     assert float(mx.abs(expected - actual).max()) < 1e-4
+
+
+# ----------------------------------------------------------------------- windows
+
+
+WINDOWS: dict[str, Callable[[int], list[Any]]] = {
+    "rotating": lambda n: rotating(n, 64),
+    "rotating keep": lambda n: rotating(n, 64, 4),
+    "rotating steps": lambda n: rotating(n, 64, steps=min(n - 1, 30)),
+    "rotating keep steps": lambda n: rotating(n, 64, 4, steps=min(n - 1, 70)),
+    "rotating bfloat16": lambda n: rotating(n, 64, 4, dtype=mx.bfloat16),
+    "chunked": lambda n: chunked(n, 64),
+    "chunked steps": lambda n: chunked(n, 64, steps=min(n - 1, 30)),
+}
+every_window = pytest.mark.parametrize("build", WINDOWS.values(), ids=WINDOWS)
+WINDOW_SIZES = [1, 3, 63, 64, 65, 128, 256, 257, 700]
+
+
+def test_windows_are_described_by_their_settings() -> None:
+    """Size, kept tokens and chunk are part of a description, what lies where is not."""
+    parts = RowPart("keys", 2, 8, "BF16"), RowPart("values", 2, 8, "BF16")
+    expected = Layer("rotating/1", parts, {"max_size": 64, "keep": 4})
+    for n, steps in ((1, 0), (64, 3), (300, 0), (300, 50)):
+        cache = rotating(n, 64, 4, steps=steps, n_layers=1, dtype=mx.bfloat16)
+        assert (expected,) == codecs.describe(cache)
+    expected = Layer("chunked/1", parts, {"chunk_size": 64})
+    for n in (1, 300):
+        cache = chunked(n, 64, n_layers=1, dtype=mx.bfloat16)
+        assert (expected,) == codecs.describe(cache)
+
+
+@every_window
+@pytest.mark.parametrize("n", WINDOW_SIZES)
+def test_a_window_has_seen_what_it_says(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Also the tokens whose rows it has forgotten count."""
+    assert codecs.n_cached(build(n)) == n
+
+
+@every_window
+@pytest.mark.parametrize("n", WINDOW_SIZES)
+def test_runs_tell_where_the_rows_of_a_window_lie(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Each row that a run names is that of its token, no token comes twice, and all
+    that the next step looks at are there."""
+    for number, leaf in enumerate(codecs.take_apart(build(n), n)):
+        seen: list[int] = []
+        for lo, hi, slot in leaf.runs:
+            assert lo < hi
+            seen += range(lo, hi)
+            for part, array in enumerate(leaf.arrays):
+                expected = values(lo, hi, layer=number, part=part)
+                actual = array[:, :, slot : slot + hi - lo].astype(mx.float32)
+                assert np.array_equal(expected, np.array(actual))
+        assert len(seen) == len(set(seen))
+        assert set(range(max(0, n - 60), n)) <= set(seen)
+
+
+@every_window
+@pytest.mark.parametrize("n", WINDOW_SIZES)
+def test_runs_of_fewer_tokens_are_a_part(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Taken apart up to an earlier token, what lies behind it is left out."""
+    cache = build(n)
+    for m in {0, 1, n // 2, max(0, n - 1)}:
+        for whole, part in zip(
+            codecs.take_apart(cache, n), codecs.take_apart(cache, m), strict=True
+        ):
+            held = {at for lo, hi, _ in whole.runs for at in range(lo, hi)}
+            less = {at for lo, hi, _ in part.runs for at in range(lo, hi)}
+            assert less == {at for at in held if at < m}
+            assert part.ring is None or m == n
+
+
+@every_window
+@pytest.mark.parametrize("n", WINDOW_SIZES)
+def test_a_clone_of_a_window_is_independent(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """Invariant 3: it is equal, and neither of the two changes the other."""
+    cache = build(n)
+    clone, again = codecs.clone(cache), build(n)
+    assert codecs.describe(cache) == codecs.describe(clone)
+    before = [prints_of(layer) for layer in clone]
+    assert before == [prints_of(layer) for layer in cache]
+    append_rows(cache, n, 3)
+    assert before == [prints_of(layer) for layer in clone]
+    append_rows(again, n, 3)
+    append_rows(clone, n, 3)
+    for one, two in zip(again, clone, strict=True):
+        assert prints_of(one) == prints_of(two)
+
+
+def append_rows(cache: list[Any], n: int, n_steps: int) -> None:
+    """Give every layer single tokens, in its own dtype."""
+    for number, layer in enumerate(cache):
+        for at in range(n, n + n_steps):
+            grow(layer, at, at + 1, number=number, dtype=layer.keys.dtype)
+
+
+def prints_of(layer: Any) -> list[Any]:
+    arrays = [mx.contiguous(array) for array in (layer.keys, layer.values)]
+    mx.eval(arrays)
+    return [bytes(memoryview(array)) for array in arrays]
+
+
+@every_window
+@pytest.mark.parametrize("n", WINDOW_SIZES)
+def test_a_window_is_rebuilt_from_its_own_parts(
+    build: Callable[[int], list[Any]], n: int
+) -> None:
+    """What was taken apart right after a step goes on alike."""
+    cache = build(n)
+    append_rows(cache, n, 1)
+    leaves = codecs.take_apart(codecs.clone(cache), n + 1)
+    rebuilt = codecs.rebuild(codecs.describe(cache), leaves, n + 1)
+    append_rows(cache, n + 1, 3)
+    append_rows(rebuilt, n + 1, 3)
+    for one, two in zip(cache, rebuilt, strict=True):
+        assert prints_of(one) == prints_of(two)
+        assert one.offset == two.offset
+
+
+@pytest.mark.parametrize(
+    ("offset", "start", "n_rows"), [(10, 11, 64), (100, 10, 64), (10, -1, 64)]
+)
+def test_a_chunk_that_contradicts_itself_is_not_covered(
+    offset: int, start: int, n_rows: int
+) -> None:
+    """More tokens than rows, or fewer than none, are not believed."""
+    (layer,) = chunked(n_rows, n_rows, n_layers=1)
+    layer.keys, layer.values = layer.keys[:, :, :n_rows], layer.values[:, :, :n_rows]
+    layer.offset, layer.start_position = offset, start
+    if start == -1:
+        layer.offset = 64
+    with pytest.raises(NotCovered, match="ChunkedKVCache"):
+        codecs.take_apart([layer], offset)
+
+
+@pytest.mark.parametrize(
+    ("like", "expected"),
+    [
+        ([RotatingKVCache(64, 4)], True),
+        ([RotatingKVCache(64, 0)], False),
+        ([RotatingKVCache(32, 4)], False),
+        ([ChunkedKVCache(64)], False),
+        ([KVCache()], False),
+        ([MyRotatingKVCache(64, 4)], False),
+    ],
+)
+def test_a_window_fits_its_own_settings_only(like: list[Any], expected: bool) -> None:
+    """A window of another size or another head is another layer."""
+    layers = codecs.describe(rotating(9, 64, 4, n_layers=1))
+    assert expected == codecs.fits(layers, like)
+
+
+# ------------------------------------------------------------------------- state
+
+
+def layer_cache(n: int, *, window: int = 8) -> LayerCache:
+    """Return a layer of deepseek_v41 that has seen *n* tokens."""
+    layer = LayerCache(window)
+    layer.update_window(mx.arange(n * 4).reshape(1, n, 4).astype(mx.float32))
+    layer.compress_kv = mx.full((1, n // 4, 3), float(n))
+    layer.pending_gate = mx.full((1, n % 4, 2), 7).astype(mx.bfloat16)
+    mx.eval(layer.window, layer.compress_kv, layer.pending_gate)
+    return layer
+
+
+def test_state_is_described_by_its_slots_only() -> None:
+    """Shapes and dtypes of state are facts of a snapshot, not of a layout."""
+    expected = Layer("arrays/1", settings={"size": 3})
+    for n in (1, 300):
+        for dtype in (mx.float32, mx.bfloat16):
+            cache = arrays_cache(n, 3, n_layers=1, dtype=dtype)
+            assert (expected,) == codecs.describe(cache)
+    assert (expected,) == codecs.describe([ArraysCache(3)])
+    expected = Layer("compressed/1", settings={"window_size": 8})
+    assert (expected,) == codecs.describe([layer_cache(9)])
+
+
+def test_state_has_no_rows() -> None:
+    """All of it is named arrays; what is not there has no name."""
+    (leaf,) = codecs.take_apart(arrays_cache(9, 3, n_layers=1), 9)
+    assert (leaf.arrays, leaf.runs, leaf.ring) == ([], (), None)
+    assert list(leaf.state) == ["0", "1", "2"]
+    (leaf,) = codecs.take_apart([layer_cache(9)], 9)
+    assert (leaf.arrays, leaf.runs, leaf.ring) == ([], (), None)
+    assert list(leaf.state) == ["window", "compress_kv", "pending_gate"]
+
+
+def test_state_is_rebuilt_as_it_was() -> None:
+    """Slots, dtypes, shapes, and of deepseek's layer how many tokens it has seen."""
+    cache = [*arrays_cache(9, 3, dtype=mx.bfloat16), layer_cache(9)]
+    cache[0][1] = None
+    leaves = codecs.take_apart(codecs.clone(cache), 9)
+    made = codecs.rebuild(codecs.describe(cache), leaves, 9)
+    assert [type(layer) for layer in made] == [ArraysCache, ArraysCache, LayerCache]
+    for one, two in zip(cache[:2], made[:2], strict=True):
+        for a, b in zip(one.cache, two.cache, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a.dtype == b.dtype and mx.array_equal(a, b))
+    assert (made[2].offset, made[2].window_size) == (9, 8)
+    assert (made[2].index_k, made[2].pending_kv) == (None, None)
+    for name in ("window", "compress_kv", "pending_gate"):
+        assert mx.array_equal(getattr(cache[2], name), getattr(made[2], name))
+    rows = mx.ones((1, 2, 4))
+    assert mx.array_equal(cache[2].update_window(rows), made[2].update_window(rows))
+
+
+def test_a_clone_of_a_state_is_independent() -> None:
+    """Invariant 3: an update in place of either is not seen in the other."""
+    cache = [*arrays_cache(9), layer_cache(9)]
+    clone = codecs.clone(cache)
+    cache[0][0][:] = 50
+    clone[1][0][:] = 60
+    cache[2].update_window(mx.ones((1, 3, 4)))
+    again = [*arrays_cache(9), layer_cache(9)]
+    assert mx.array_equal(clone[0][0], again[0][0])
+    assert mx.array_equal(cache[1][0], again[1][0])
+    assert mx.array_equal(clone[2].window, again[2].window)
+    assert clone[2].offset == 9
+
+
+def test_a_copy_of_state_does_not_keep_its_parent_alive() -> None:
+    """Fault R10: a slice of a large array is copied into memory of its own size."""
+    large = mx.zeros((1, 1 << 20))
+    part = large[:, 5:9]
+    mx.eval(large, part)
+    copied = codecs.copy_state({"0": part})["0"]
+    start = buffers.plain(large).ctypes.data
+    assert not start <= buffers.plain(copied).ctypes.data < start + large.nbytes
+    assert mx.array_equal(copied, part)
+    assert codecs.copy_state({}) == {}
+
+
+def test_several_sequences_of_state_are_refused() -> None:
+    """A state of a batch belongs to no one prompt."""
+    arrays, layer = ArraysCache(2), LayerCache(8)
+    arrays[1] = mx.zeros((2, 3))
+    layer.update_window(mx.zeros((2, 3, 4)))
+    for cache in ([arrays], [layer]):
+        with pytest.raises(ValueError, match="of 2 sequences"):
+            codecs.describe(cache)
+
+
+def test_a_draft_is_marked_in_a_description() -> None:
+    """What stands behind the target's layers comes back in its place."""
+    cache = [*kv(5), *rotating(5, 64, n_layers=1)]
+    layers = codecs.describe(cache, 2)
+    assert layers[-1] == Layer(DRAFT, inner=codecs.describe(cache)[2:])
+    assert codecs.describe(cache, 3) == codecs.describe(cache, None)
+    leaves = codecs.take_apart(codecs.clone(cache), 5)
+    rebuilt = codecs.rebuild(layers, leaves, 5)
+    assert [type(layer) for layer in rebuilt] == [KVCache, KVCache, RotatingKVCache]

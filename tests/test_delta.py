@@ -141,12 +141,15 @@ def test_a_chain_and_its_new_snapshot_can_always_be_resumed() -> None:
 
 @pytest.mark.parametrize(
     ("wish", "expected"),
-    [({}, False), ({"label": "a"}, True), ({"pinned": True}, True), ({"ttl_s": 0}, True)],
+    [
+        ({}, False),
+        ({"label": "a"}, True),
+        ({"pinned": True}, True),
+        ({"ttl_s": 0}, True),
+    ],
 )
 def test_a_wish_makes_a_prompt_special(wish: dict[str, Any], expected: bool) -> None:
     """A label, a pin or a time to live needs a row of its own."""
     capture = take_in(kv(5), 5).capture()
-    new = NewSnapshot(
-        Namespace("m"), np.array(tokens(5)), capture, "assistant", **wish
-    )
+    new = NewSnapshot(Namespace("m"), np.array(tokens(5)), capture, "assistant", **wish)
     assert new.is_special == expected

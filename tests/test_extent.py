@@ -19,7 +19,7 @@ LAYERS = (FULL, Layer("composite/1", inner=(WINDOW, STATE)), FULL)
 
 
 def random_ranges(rng: random.Random) -> Ranges:
-    edges = sorted(rng.sample(range(2000), 2 * rng.randrange(1, 5)))
+    edges = sorted(rng.sample(range(1000), 2 * rng.randrange(1, 5)))
     return union(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -167,11 +167,6 @@ HOSTILE = [
         pytest.param(
             text,
             id=text[:60],
-            marks=pytest.mark.xfail(
-                raises=RecursionError, reason="RecursionError comes through"
-            )
-            if len(text) > 1000
-            else (),
         )
         for text in HOSTILE
     ],
@@ -182,7 +177,6 @@ def test_a_hostile_text_is_a_value_error(text: str) -> None:
         Extent.from_text(text, 0, 9)
 
 
-@pytest.mark.xfail(reason="ranges and shapes are not looked at")
 @pytest.mark.parametrize(
     "text",
     [

@@ -1264,7 +1264,7 @@ def test_checkpoints_of_a_chain_come_deepest_first(
 def test_checkpoints_of_a_branch_are_not_those_of_its_trunk(
     index: Index, layout: Layout
 ) -> None:
-    """Behind where a branch leaves its trunk, the trunk's states are of other tokens."""
+    """Behind where a branch leaves it, the trunk's states are of other tokens."""
     trunk = tokens(600)
     branch = trunk[:300] + [5000] * 300
     add(index, layout, trunk)
@@ -1324,9 +1324,7 @@ def test_a_checkpoint_that_has_expired_is_not_listed(
     assert names(index.checkpoints(found)) == [kept.name]
 
 
-def test_a_checkpoint_goes_with_what_it_continues(
-    index: Index, layout: Layout
-) -> None:
+def test_a_checkpoint_goes_with_what_it_continues(index: Index, layout: Layout) -> None:
     """It is a leaf of its parent: evicted before it, removed with it."""
     talk = tokens(600)
     rows = add(index, layout, talk)

@@ -53,7 +53,7 @@ def random_window(rng: random.Random) -> Layer:
 def random_ranges(rng: random.Random, end: int) -> Ranges:
     found = union(
         (lo, lo + rng.randrange(1, 30))
-        for lo in rng.sample(range(end), rng.randrange(1, 5))
+        for lo in rng.choices(range(end), k=rng.randrange(1, 5))
     )
     return clip(found, 0, end)
 
@@ -100,7 +100,7 @@ def test_the_deepest_position_is_that_of_a_brute_force() -> None:
         assert resume.deepest(layers, limit, held.__getitem__) == expected
         assert resume.is_covered(layers, expected, {}, held.__getitem__)
         n_inner += 0 < expected < limit
-    assert n_inner > 100
+    assert n_inner > 50
 
 
 def test_kinds_are_told_of_what_is_inside() -> None:
@@ -119,9 +119,7 @@ def test_kinds_are_told_of_what_is_inside() -> None:
 # --------------------------------------------------------------------------- plans
 
 
-def row(
-    id_: int, extent: Extent, parent: int | None, name: str | None = None
-) -> Row:
+def row(id_: int, extent: Extent, parent: int | None, name: str | None = None) -> Row:
     return Row(
         id=id_,
         name=name or f"{id_:032x}",
@@ -158,7 +156,7 @@ def random_chain(rng: random.Random, layers: Layers) -> tuple[Found, list[Row]]:
                 continue
             else:
                 n_held = rng.randrange(1, 40)
-                ranges = union([(max(0, end - n_held), end)])
+                ranges = union([(max(start, end - n_held), end)])
             bands.append(Band((index,), ranges))
         extent = Extent(start, end, tuple(bands))
         rows.append(row(id_, extent, id_ - 1 or None))
@@ -220,7 +218,7 @@ def test_a_plan_is_the_deepest_that_rows_and_states_allow(with_state: bool) -> N
             assert needed(leaf, best) <= members(made.held(index))
         assert_reads(made, layers)
         seen.add(0 if not best else 1 if best < found.n_tokens else 2)
-    assert seen == {0, 1, 2} if with_state or windows else {2}
+    assert seen == {0, 1, 2}
 
 
 def assert_reads(made: Plan, layers: Layers) -> None:
@@ -251,3 +249,19 @@ def test_a_plan_keeps_the_ring_only_where_it_was_taken() -> None:
     for n in range(13, 30):
         made = plan(Found(n, (only,)), layers, [])
         assert (made.n_tokens, made.rings) == (n, {})
+
+
+def test_rows_that_a_plan_counts_on_are_in_its_pieces() -> None:
+    """A snapshot may hold rows of a window from before its start; a plan that ends
+    before that start, but counted on them, must read them."""
+    first = row(
+        1, Extent(0, 20, (Band((0,), ((0, 20),)), Band((1,), ((0, 10),)))), None
+    )
+    second = row(
+        2,
+        Extent(20, 60, (Band((0,), ((20, 60),)), Band((1,), ((10, 15), (50, 60))))),
+        1,
+    )
+    layers = (FULL, ring(8))
+    made = plan(Found(40, (first, second)), layers, [])
+    assert needed(layers[1], made.n_tokens) <= members(made.held(1))

@@ -83,10 +83,10 @@ def n_cached(cache: Sequence[Any]) -> int:
         offset = codec.length(leaf) if codec else getattr(leaf, "offset", None)
         if isinstance(offset, int):
             lengths.append(offset)
-    if not lengths:
+    if not lengths and cache:
         names = sorted({type(leaf).__name__ for leaf in leaves_of(cache)})
         raise NotCovered(f"{', '.join(names)} do not say how many tokens they hold")
-    return min(lengths)
+    return min(lengths, default=0)
 
 
 def describe(cache: Sequence[Any], n_target: int | None = None) -> Layers:

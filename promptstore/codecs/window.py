@@ -61,7 +61,7 @@ class RotatingCodec(Codec):
         if index == offset <= size:
             return _below((Run(0, offset, 0),), n_tokens)
         first = offset - (size - keep)  # of the tokens behind the kept ones
-        if not keep <= index <= size or first < keep:
+        if not keep < index <= size or first < keep:
             raise NotCovered(
                 f"a RotatingKVCache of {offset} tokens in {size} rows cannot have its "
                 f"index at {index}; was it trimmed past its window?"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import xxhash
 
@@ -15,6 +15,7 @@ from promptstore.errors import SnapshotCorrupt, SnapshotUnsupported
 from promptstore.extent import Extent, Shape
 from promptstore.layers import Layers, from_text, to_text
 from promptstore.ranges import count
+from promptstore.types import Kind, Namespace
 
 FORMAT = "promptstore/1"
 CHECKSUM_BYTES = 16
@@ -142,15 +143,21 @@ def _contents(facts: dict[str, Any]) -> Contents:
         raise ValueError(f"no range of tokens: [{start}, {end})")
     return Contents(
         id=_of_type(str, facts["id"]),
-        namespace={str(k): _of_type(str, v) for k, v in facts["namespace"].items()},
+        namespace=asdict(Namespace(**facts["namespace"])),
         layers=from_text(facts["layers"]),
         parent=None if facts["parent"] is None else _of_type(str, facts["parent"]),
         extent=Extent.from_text(facts["extent"], start, end),
         end_digest=bytes.fromhex(facts["end_digest"]).hex(),
-        kind=_of_type(str, facts["kind"]),
+        kind=_kind(facts["kind"]),
         created_ns=_of_type(int, facts["created_ns"]),
         writer=_of_type(str, facts["writer"]),
     )
+
+
+def _kind(value: Any) -> str:
+    if value not in get_args(Kind):
+        raise ValueError(f"no kind: {value!r}")
+    return str(value)
 
 
 def _of_type(cls: type[T], value: Any) -> T:

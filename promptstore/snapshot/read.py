@@ -46,10 +46,7 @@ class SnapshotFile:
         self._data_start = nbytes - shape.data_nbytes
         self._fd = _open(path)
         try:
-            info = os.fstat(self._fd)
-            size = info.st_size
-            if not stat.S_ISREG(info.st_mode):
-                raise SnapshotCorrupt(path, "is not a regular file")
+            size = _size(path, self._fd)
             if size != nbytes or self._data_start < 8:
                 raise SnapshotCorrupt(path, f"has {size} bytes instead of {nbytes}")
             if len(checksums) != CHECKSUM_BYTES * (len(shape.chunks) + 3):
@@ -210,6 +207,13 @@ def _open(path: Path) -> int:
         raise SnapshotUnreadable(path, str(error)) from error
 
 
+def _size(path: Path, fd: int) -> int:
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        raise SnapshotCorrupt(path, "is not a regular file")
+    return info.st_size
+
+
 def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
     """Return what a file says of itself, its tokens, and what its row must carry.
 
@@ -222,7 +226,7 @@ def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
     """
     fd = _open(path)
     try:
-        size = os.fstat(fd).st_size
+        size = _size(path, fd)
         n_header = int.from_bytes(_pread(path, fd, 8, 0), "little")
         if not 0 < n_header <= min(size - 8, _MAX_HEADER):
             raise SnapshotCorrupt(path, "is no safetensors file")
