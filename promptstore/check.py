@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Literal
 
 from promptstore import snapshot
@@ -11,9 +12,11 @@ from promptstore.errors import (
     SnapshotCorrupt,
     SnapshotMissing,
     SnapshotUnreadable,
+    SnapshotUnsupported,
 )
 from promptstore.index import Row
 from promptstore.layers import from_text
+from promptstore.snapshot import read_contents
 from promptstore.types import Finding
 
 
@@ -47,19 +50,39 @@ def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
     """
     kinds: set[Literal["dangling", "corrupt"]] = {"dangling", "corrupt"}
     names = {finding.name for finding in findings if finding.kind in kinds}
-    disk.remove(row.id for name in names for row in disk.index.named(name))
+    rows = {row.id: row for row in disk.index.rows()}
+    bad = {row.id for row in rows.values() if row.name in names}
+    bad |= {row.id for row in rows.values() if row.parent not in {None, *rows}}
+    disk.remove(bad)
     disk.sweep()
 
 
 def _check_row(disk: DiskTier, row: Row) -> Finding | None:
-    _, text = disk.index.describe(row.layout)
+    """Verify a file, and that its row says of it what it says of itself."""
+    namespace, text = disk.index.describe(row.layout)
     try:
         with disk.open(row, from_text(text)) as file:
             file.verify_all()
+        contents, tokens, written = read_contents(disk.root.path_of(row.name))
     except SnapshotMissing as error:
         return Finding("dangling", row.name, str(error))
-    except SnapshotCorrupt as error:
+    except (SnapshotCorrupt, SnapshotUnsupported) as error:
         return Finding("corrupt", row.name, str(error))
     except SnapshotUnreadable:
         return None  # the system's trouble, not the snapshot's
-    return None
+    parent = None if row.parent is None else disk.index.name_of(row.parent)
+    digest = disk.index.end_digest(row)
+    says = {
+        "namespace": (asdict(namespace), contents.namespace),
+        "layers": (from_text(text), contents.layers),
+        "parent": (parent, contents.parent),
+        "extent": (row.extent, contents.extent),
+        "first token": (row.first_token, int(tokens[0]) if len(tokens) else None),
+        "tokens": (row.tokens.tolist(), tokens.tolist()),
+        "end digest": (digest, contents.end_digest),
+        "checksums": (row.checksums, written.checksums),
+    }
+    wrong = [name for name, (a, b) in says.items() if a != b]
+    if not wrong:
+        return None
+    return Finding("corrupt", row.name, f"its row differs in {', '.join(wrong)}")

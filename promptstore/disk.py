@@ -32,6 +32,7 @@ from promptstore.index import (
     ParentGone,
     Row,
     prepare,
+    require_known,
 )
 from promptstore.layers import Layers, from_text
 from promptstore.plan import Plan, plan
@@ -91,17 +92,36 @@ class DiskTier:
         self.n_evicted = 0
         self._verify = verify
         self._verified: set[tuple[str, int]] = set()
-        self._uses: dict[int, int] = {}
-        self._uses_lock = threading.Lock()
+        self._uses: dict[int, tuple[int, int]] = {}
+        self._lock = threading.Lock()
         self._swept = False
-        if not read_only:
-            self.root.make()
-            prepare(self.root.index, self.root.lock)
-        elif not self.root.index.is_file():
-            raise StoreUnavailable(path, "holds no store")
-        self.index = Index(self.root.index, read_only=read_only)
-        self._writer = self.index if read_only else Index(self.root.index)
+        self._open()
         self._pool = ThreadPoolExecutor(N_THREADS, "promptstore-reader")
+
+    def _open(self) -> None:
+        root = self.root
+        if root.index.exists():
+            require_known(root.index)  # before anything is made beside it
+        elif self.read_only:
+            raise StoreUnavailable(root.path, "holds no store")
+        if not self.read_only:
+            root.make()
+            prepare(root.index, root.lock)
+        self.index = Index(root.index, read_only=self.read_only)
+        self._writer = self.index if self.read_only else Index(root.index)
+        self._place = root.identity()
+
+    def _stay_in_place(self) -> None:
+        """Open anew if the directory was removed or replaced: SQLite would go on in
+        the file that is gone, and call it success."""
+        with self._lock:
+            if self.root.identity() == self._place:
+                return
+            old = {self.index, self._writer}
+            self._open()
+            self._swept = False
+            for index in old:
+                index.close()
 
     def close(self) -> None:
         """Close files and connections."""
@@ -119,6 +139,7 @@ class DiskTier:
         Returns:
             What was found, and how many layouts did not fit.
         """
+        self._stay_in_place()
         best, n_misfits = None, 0
         for layout in self.index.layouts(namespace):
             layers = from_text(layout.layers)
@@ -160,6 +181,8 @@ class DiskTier:
             pool=self._pool,
         )
         self.bytes_read += nbytes
+        if self._verify == "first-use":
+            self._verified |= look_up.plan.chunks_read(look_up.layers)
         return cache
 
     def read_ahead(self, look_up: LookUp) -> None:
@@ -179,22 +202,22 @@ class DiskTier:
     def _must_verify(self, name: str, chunk: int) -> bool:
         if self._verify != "first-use":
             return self._verify == "always"
-        key = name, chunk
-        if key in self._verified:
-            return False
-        self._verified.add(key)
-        return True
+        return (name, chunk) not in self._verified
 
     # -------------------------------------------------------------- writing
 
-    def save(self, new: NewSnapshot) -> None:
+    def save(self, new: NewSnapshot) -> tuple[int, ...]:
         """Store what of *new* is not stored yet. On the writer's thread.
+
+        Returns:
+            The snapshots that hold it.
 
         Raises:
             TooLarge: It does not fit into the budget; nothing was evicted.
             NotCovered: What it continues went away meanwhile.
             OSError, sqlite3.Error: As the system says.
         """
+        self._stay_in_place()
         self._unlink(self._writer.remove_expired())
         layout = self._writer.layout(new.namespace, new.capture.text)
         for _ in range(_TRIES):
@@ -203,8 +226,7 @@ class DiskTier:
                 if self._needs_checkpoint(layout, new, found):
                     self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)
-                self._mark(layout, new, found)
-                return
+                return self._mark(layout, new, found)
         raise NotCovered("what it continues was evicted again and again")
 
     def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
@@ -227,13 +249,16 @@ class DiskTier:
             return True
         return _plan(self._writer, new.layers, found).n_tokens < len(new.tokens)
 
-    def _mark(self, layout: Layout, new: NewSnapshot, found: Found) -> None:
+    def _mark(self, layout: Layout, new: NewSnapshot, found: Found) -> tuple[int, ...]:
         """Record the use of a prompt, and give its row what an insert asks for."""
         row = self._writer.row_at(layout, new.tokens)
+        rows = dict.fromkeys(row.id for row in found.chain)
         if row is not None:
             self._writer.mark(row, label=new.label, pinned=new.pinned, ttl_s=new.ttl_s)
+            rows[row.id] = None
         now = time.time_ns()
-        self._writer.touch(((row.id, now) for row in found.chain), n_hits=0)
+        self._writer.touch((id_, now, 0) for id_ in rows)
+        return tuple(rows)
 
     def _write(
         self, layout: Layout, new: NewSnapshot, found: Found, extent: Extent
@@ -317,21 +342,29 @@ class DiskTier:
             return
         self.sweep()
         self._writer.truncate_log()
-        self.evict(self.max_bytes - nbytes, spare)
+        stays = self.root.nbytes() - self._writer.nbytes()
+        stays += self._writer.protected_nbytes(spare)
+        if stays + nbytes > self.max_bytes:
+            raise TooLarge(stays + nbytes, self.max_bytes)
+        self._evict(self.max_bytes - nbytes, spare)
         total = self.root.nbytes() + nbytes
         if total > self.max_bytes:
             raise TooLarge(total, self.max_bytes)
 
-    def evict(self, max_bytes: int, spare: frozenset[int] = frozenset()) -> None:
+    def evict(self, max_bytes: int) -> None:
         """Evict leaves until everything under the root is within *max_bytes*."""
+        self._stay_in_place()
+        self.sweep()
+        self._evict(max_bytes, frozenset())
+
+    def _evict(self, max_bytes: int, spare: frozenset[int]) -> None:
         total = self.root.nbytes()
         for row in self._writer.victims(spare):
             if total <= max_bytes:
                 return
             if self._writer.remove_leaf(row.id):
-                self._unlink([row])
+                total -= self.root.unlink(row.name)
                 self.n_evicted += 1
-                total -= row.nbytes
 
     def sweep(self) -> None:
         """Remove files of ours that no row knows and no process is making."""
@@ -366,19 +399,21 @@ class DiskTier:
 
     # ----------------------------------------------------------------- uses
 
-    def note_use(self, rows: Iterable[Row]) -> bool:
+    def note_use(self, ids: Iterable[int]) -> bool:
         """Note a use for `save_uses`; return whether that must be scheduled."""
         now = time.time_ns()
-        with self._uses_lock:
+        with self._lock:
             idle = not self._uses
-            self._uses.update((row.id, now) for row in rows)
+            for id_ in ids:
+                _, n_hits = self._uses.get(id_, (now, 0))
+                self._uses[id_] = now, n_hits + 1
             return idle and bool(self._uses)
 
     def save_uses(self) -> None:
         """Record the noted uses. On the writer's thread."""
-        with self._uses_lock:
+        with self._lock:
             uses, self._uses = self._uses, {}
-        self._writer.touch(uses.items())
+        self._writer.touch((id_, now, n_hits) for id_, (now, n_hits) in uses.items())
 
 
 def _plan(index: Index, layers: Layers, found: Found) -> Plan:

@@ -10,7 +10,6 @@ from promptstore import codecs, restore, resume
 from promptstore.counters import Counters
 from promptstore.disk import DiskTier, LookUp
 from promptstore.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
-from promptstore.index import Row
 from promptstore.memory import Entry, MemoryTier
 from promptstore.tokens import Tokens, run_start
 from promptstore.types import Match, Namespace, Reason, ReasonKind
@@ -52,6 +51,7 @@ class Matcher:
             if entry is None:
                 return Match(None, 0, "miss", reason)
             cache = self._from_memory(entry, n_memory, len(ids))
+            self._note_use(entry.rows)
             return Match(cache, n_memory, "memory", reason)
         finally:
             if entry is not None:
@@ -61,17 +61,24 @@ class Matcher:
         self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
     ) -> tuple[int, LookUp | None, Reason | None]:
         """Return what memory has of *usable*, what the disk has, and why not more."""
-        n_memory, entry = self._best_entry(namespace, usable, like)
+        if not len(usable):
+            return 0, None, Reason(ReasonKind.TOO_SHORT, 0)
+        n_memory, entry = self._best_entry(namespace, usable, like, touch=False)
         if entry is not None:
             self._memory.release(entry)
         look_up, reason = self._look_up(namespace, usable, n_memory, len(usable), like)
         return n_memory, look_up, reason
 
     def _best_entry(
-        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+        self,
+        namespace: Namespace,
+        usable: Tokens,
+        like: Sequence[Any] | None,
+        *,
+        touch: bool = True,
     ) -> tuple[int, Entry | None]:
         return self._memory.best(
-            namespace, usable, lambda entry: _entry_fits(entry, like)
+            namespace, usable, lambda entry: _entry_fits(entry, like), touch=touch
         )
 
     def _before_images(
@@ -128,10 +135,10 @@ class Matcher:
                     trouble = self._blame(look_up, error)
                     usable = usable[: trouble.position]  # do without that one
                     continue
-                self._note_use(piece.row for piece in look_up.plan.pieces)
+                self._note_use(piece.row.id for piece in look_up.plan.pieces)
                 n_tokens = look_up.plan.n_tokens
                 return Match(cache, n_tokens, "disk", trouble or reason)
-        except Exception as error:  # one of four places that may: counted
+        except Exception as error:  # one of five places that may: counted
             trouble = self._counters.trouble(error)
         return Match(None, 0, "miss", trouble)
 
@@ -171,10 +178,18 @@ class Matcher:
                 self._disk.remove([row.id])
         return Reason(ReasonKind.DAMAGED, row.start, row.name)
 
-    def _note_use(self, chain: Iterable[Row]) -> None:
+    def _note_use(self, ids: Iterable[int]) -> None:
         disk = self._disk
-        if disk is not None and not disk.read_only and disk.note_use(chain):
-            self._writer.submit(disk.save_uses)
+        if disk is not None and not disk.read_only and disk.note_use(ids):
+            self._writer.submit(self._save_uses)
+
+    def _save_uses(self) -> None:
+        """Record uses; if that fails nothing that was inserted is lost."""
+        assert self._disk is not None
+        try:
+            self._disk.save_uses()
+        except Exception as error:  # one of five places that may: counted
+            self._counters.trouble(error)
 
 
 def _entry_fits(entry: Entry, like: Sequence[Any] | None) -> bool:

@@ -7,7 +7,9 @@ no lock is held across mlx work. Every method is thread-safe.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ class Entry:
         pending: Whether a write is queued.
         evicted: Evicted while pending; leaves when the write is done.
         readers: How many are copying from it.
+        rows: The snapshots that hold it on disk, once it is durable.
+        expires_s: When it must not be used any more, by ``time.monotonic``.
     """
 
     namespace: Namespace
@@ -52,6 +56,8 @@ class Entry:
     pending: bool = False
     evicted: bool = False
     readers: int = 0
+    rows: tuple[int, ...] = ()
+    expires_s: float = math.inf
 
 
 class MemoryTier:
@@ -71,6 +77,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
         self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._mortal: set[Entry] = set()
         self._nbytes = 0
         self._n_arrays = 0
 
@@ -103,12 +110,19 @@ class MemoryTier:
             self._trees[entry.namespace.digest] = trees
             trees[entry.capture.text] = tree
             self._order[entry] = None
+            if entry.expires_s < math.inf:
+                self._mortal.add(entry)
             self._nbytes += entry.nbytes
             self._n_arrays += entry.n_arrays
         self.shrink(self.max_bytes, spare=entry)
 
     def best(
-        self, namespace: Namespace, tokens: Tokens, fits: Callable[[Entry], bool]
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        fits: Callable[[Entry], bool],
+        *,
+        touch: bool = True,
     ) -> tuple[int, Entry | None]:
         """Return the longest usable prefix and the entry that has it, leased.
 
@@ -116,11 +130,13 @@ class MemoryTier:
             namespace: Whose KV.
             tokens: What may be matched.
             fits: Whether the caller can use an entry.
+            touch: Whether this is a use.
 
         Returns:
             The entry must be given back with `release`, or taken with `take`.
         """
         with self._lock:
+            self._drop_expired()
             best, entry = 0, None
             for tree in self._trees.get(namespace.digest, {}).values():
                 n_tokens, found = _usable(tree, tokens)
@@ -128,7 +144,7 @@ class MemoryTier:
                     best, entry = n_tokens, found
             if entry is not None:
                 entry.readers += 1
-                if not entry.evicted:
+                if touch and not entry.evicted:
                     self._order.move_to_end(entry)
             return best, entry
 
@@ -166,11 +182,12 @@ class MemoryTier:
             entry.capture.is_cuttable and n_extra <= _HAND_OVER_TOKENS
         )
 
-    def settle(self, entry: Entry, *, durable: bool) -> None:
-        """Record that the write of *entry* is over."""
+    def settle(self, entry: Entry, rows: tuple[int, ...] | None) -> None:
+        """Record that the write of *entry* is over, and which snapshots hold it."""
         with self._lock:
             entry.pending = False
-            entry.durable = entry.durable or durable
+            if rows is not None:
+                entry.durable, entry.rows = True, rows
             if entry.evicted:
                 self._forget(entry)
 
@@ -193,12 +210,12 @@ class MemoryTier:
         for entry in evicted:
             self.on_evict(entry)
             if not entry.pending:
-                self.settle(entry, durable=False)
+                self.settle(entry, None)
 
     def remove(self, namespace: Namespace, tokens: Tokens, n_shared: int) -> None:
         """Drop all entries that share more than *n_shared* tokens with *tokens*."""
         with self._lock:
-            for tree in self._trees.get(namespace.digest, {}).values():
+            for tree in list(self._trees.get(namespace.digest, {}).values()):
                 while True:
                     n_tokens, entries = tree.longest(tokens)
                     entry = next(entries, None)
@@ -216,7 +233,13 @@ class MemoryTier:
         with self._lock:
             self._trees.clear()
             self._order.clear()
+            self._mortal.clear()
             self._nbytes = self._n_arrays = 0
+
+    def _drop_expired(self) -> None:
+        now = time.monotonic()
+        for entry in [e for e in self._mortal if e.expires_s <= now]:
+            self._drop(entry)
 
     def _tree(self, entry: Entry) -> RadixTree[Entry]:
         return self._trees[entry.namespace.digest][entry.capture.text]
@@ -233,6 +256,7 @@ class MemoryTier:
 
     def _forget(self, entry: Entry) -> None:
         """Take *entry* out of its tree, unless another has its place already."""
+        self._mortal.discard(entry)
         trees = self._trees.get(entry.namespace.digest, {})
         tree = trees.get(entry.capture.text)
         if tree is None or tree.get(entry.tokens) is not entry:

@@ -290,7 +290,8 @@ class _Run:
 
     def _generate(self, tokenizer: Any) -> Generator[Any, None, None]:
         rest = mx.array(self._tokens[self._n_done :])
-        _see_whole_prompt(self._kwargs, self._tokens[: self._n_done])
+        if len(self._models) == 1:  # with a draft mlx-lm shows no whole prompt
+            _see_whole_prompt(self._kwargs, self._tokens[: self._n_done])
         self._kwargs["prompt_progress_callback"] = self._note
         responses = mlx_lm.stream_generate(
             self._models[0], tokenizer, rest, prompt_cache=self._cache, **self._kwargs
@@ -428,11 +429,10 @@ def _match(
     if bits is None:
         return store.match(namespace, tokens, like=fresh), fresh
     quantized = _quantized(fresh, bits, kwargs.get("kv_group_size", 64))
-    match = store.match(namespace, tokens, like=quantized)
-    if match.cache is None and start > 0:
-        # Below the start such a run holds plain layers, which it quantizes later.
-        match = store.match(namespace, tokens[: start + 1], like=fresh)
-    return match, fresh
+    if not start or store.explain(namespace, tokens, like=quantized).n_tokens:
+        return store.match(namespace, tokens, like=quantized), fresh
+    # Below the start such a run holds plain layers, which it quantizes later.
+    return store.match(namespace, tokens[: start + 1], like=fresh), fresh
 
 
 def _quantized(cache: list[Any], bits: int, group_size: int) -> list[Any]:

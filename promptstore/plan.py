@@ -12,6 +12,8 @@ from promptstore.layers import Layers
 from promptstore.ranges import Ranges, clip, intersect, subtract, union
 
 _READ_BYTES = 16 << 20
+HEADER, STATE = -1, -2
+"""Numbers for what is verified besides chunks."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class Plan:
     def held(self, leaf: int) -> Ranges:
         """Return the tokens of which the pieces hold the rows of a leaf."""
         return held_by(self.pieces, leaf)
+
+    def chunks_read(self, layers: Layers) -> set[tuple[str, int]]:
+        """Return what was verified once all reads are done, by snapshot and number."""
+        return {
+            (read.row.name, number)
+            for read in plan_reads(self, layers)
+            for number in (*(chunk.index for chunk in read.chunks), HEADER, STATE)
+        }
 
 
 @dataclass(frozen=True)

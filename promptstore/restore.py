@@ -187,11 +187,11 @@ def _read(
 ) -> int:
     row, nbytes = read.row, 0
     with SnapshotFile(path_of(row.name), read.shape, row.nbytes, row.checksums) as file:
-        if read.first and verify(row.name, -1):
+        if read.first and verify(row.name, plan.HEADER):
             file.verify_header()
         for chunk in read.chunks:
             check = verify(row.name, chunk.index)
             nbytes += file.read_chunk(chunk, made.rows, read.wanted, verify=check)
         if read.state:
-            nbytes += file.read_state(made.state, verify=verify(row.name, -2))
+            nbytes += file.read_state(made.state, verify=verify(row.name, plan.STATE))
     return nbytes

@@ -95,9 +95,23 @@ class Root:
         """Whether a file of ours has its final name."""
         return path.suffix == _SUFFIX
 
-    def unlink(self, name: str) -> None:
-        """Remove the file of a snapshot, if it is there."""
-        self.path_of(name).unlink(missing_ok=True)
+    def unlink(self, name: str) -> int:
+        """Remove the file of a snapshot, if it is there; return the bytes freed."""
+        path = self.path_of(name)
+        try:
+            size = path.stat(follow_symlinks=False).st_size
+            path.unlink()
+        except FileNotFoundError:
+            return 0
+        return size
+
+    def identity(self) -> tuple[int, int] | None:
+        """Return what tells the index from another at its place; None if it is gone."""
+        try:
+            info = self.index.stat()
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino
 
 
 def _files(directory: Path) -> Iterator[tuple[Path, int]]:

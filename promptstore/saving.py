@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -63,7 +65,7 @@ class Saver:
             return 0
         try:
             self._insert(taken, namespace, ids[: taken.n_tokens], wish)
-        except Exception as error:  # one of four places that may: counted
+        except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
         self._counters.insert()
         return taken.n_tokens
@@ -97,7 +99,7 @@ class Saver:
         nbytes, n_arrays = taken.size()
         if not self._memory.admits(nbytes):
             return None
-        kind, _, pin, _ = wish
+        kind, _, pin, ttl_s = wish
         entry = Entry(
             namespace=namespace,
             tokens=compact(ids),
@@ -106,12 +108,21 @@ class Saver:
             n_arrays=n_arrays,
             kind=kind,
             keep=kind == "system" or pin,
+            expires_s=math.inf if ttl_s is None else time.monotonic() + ttl_s,
         )
         self._memory.add(entry)
         return entry
 
-    def _save(self, new: NewSnapshot, entry: Entry | None) -> None:
-        """Queue what is new for the disk tier."""
+    def _save(
+        self, new: NewSnapshot, entry: Entry | None, *, patient: bool = False
+    ) -> None:
+        """Queue what is new for the disk tier.
+
+        Args:
+            new: What to store.
+            entry: Its entry in the memory tier.
+            patient: Wait for room in the queue as long as it takes.
+        """
         n_new = len(new.tokens) - self._n_on_disk(
             new.namespace, new.capture.text, new.tokens
         )
@@ -120,10 +131,11 @@ class Saver:
         if entry is not None:
             entry.pending = True
         run = functools.partial(self._run_save, new, entry)
-        if not self._writer.submit(run, nbytes, self._timeout_s):
+        timeout_s = None if patient else self._timeout_s
+        if not self._writer.submit(run, nbytes, timeout_s):
             self._counters.note("queue-full", "the disk is too slow: not written")
             if entry is not None:
-                self._memory.settle(entry, durable=False)
+                self._memory.settle(entry, None)
 
     def _n_on_disk(self, namespace: Namespace, text: str, ids: Tokens) -> int:
         """Return how many of the tokens are stored. The writer looks again, since
@@ -134,34 +146,33 @@ class Saver:
     def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
         """Write one prompt. On the writer's thread."""
         assert self._disk is not None
-        durable = False
+        rows = None
         try:
-            self._disk.save(new)
-            durable = True
+            rows = self._disk.save(new)
         except Exception as error:
             self._counters.trouble(error)
             raise
         finally:
             if entry is not None:
-                self._memory.settle(entry, durable=durable)
+                self._memory.settle(entry, rows)
 
     def save_evicted(self, entry: Entry) -> None:
         """Write back what memory evicts, on the thread that caused it."""
         if self._write == "back" and not entry.pending:
             self._write_back(entry)
 
-    def _write_back(self, entry: Entry) -> None:
+    def _write_back(self, entry: Entry, *, patient: bool = False) -> None:
         if entry.capture.layers is None or len(entry.tokens) < self._min_tokens:
             return
         try:
             new = NewSnapshot(entry.namespace, entry.tokens, entry.capture, entry.kind)
-            self._save(new, entry)
-        except Exception as error:  # one of four places that may: counted
+            self._save(new, entry, patient=patient)
+        except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
 
     def flush(self, timeout_s: float | None) -> None:
         """Write what is not written yet, and wait until it is durable."""
         if self._write == "back":
             for entry in self._memory.unsaved():
-                self._write_back(entry)
+                self._write_back(entry, patient=True)
         self._writer.flush(timeout_s)

@@ -38,6 +38,7 @@ from promptstore.writer import Writer, deadline
 Verify = Literal["first-use", "always", "off"]
 
 _AT_EXIT_S = 60.0
+_MAX_TTL_S = 3.2e9  # a century
 
 
 class PromptStore:
@@ -160,10 +161,11 @@ class PromptStore:
             StoreClosed: The store was closed.
         """
         self._require_open()
+        _check_namespace(namespace)
         ids = as_tokens(tokens)
         try:
             match = self._matcher.match(namespace, ids, like)
-        except Exception as error:  # one of four places that may: a miss
+        except Exception as error:  # one of five places that may: a miss
             match = Match(None, 0, "miss", self._counters.trouble(error))
         self._counters.match(match, len(ids))
         return match
@@ -212,8 +214,8 @@ class PromptStore:
         self._require_open()
         if kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {get_args(Kind)}, not {kind!r}")
-        if label is not None and not label.strip():
-            raise ValueError("label must not be empty")
+        _check_namespace(namespace)
+        _check_wish(label, ttl_s)
         ids, wish = as_tokens(tokens), (kind, label, pin, ttl_s)
         return self._saver.insert(namespace, ids, cache, wish, n_target)
 
@@ -432,6 +434,26 @@ class PromptStore:
             raise StoreClosed("this store belongs to the parent process; open your own")
         if self._closed:
             raise StoreClosed("the store is closed")
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, Namespace):
+        raise TypeError(
+            f"namespace must be a Namespace, not {type(namespace).__name__}"
+        )
+
+
+def _check_wish(label: object, ttl_s: object) -> None:
+    if label is not None and not isinstance(label, str):
+        raise TypeError(f"label must be a str, not {type(label).__name__}")
+    if isinstance(label, str) and not label.strip():
+        raise ValueError("label must not be empty")
+    if ttl_s is None:
+        return
+    if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float):
+        raise TypeError(f"ttl_s must be a number, not {type(ttl_s).__name__}")
+    if not 0 < ttl_s < _MAX_TTL_S:
+        raise ValueError(f"ttl_s must be in (0, {_MAX_TTL_S:.0f}), not {ttl_s}")
 
 
 def _check_options(write: str, verify: str) -> None:

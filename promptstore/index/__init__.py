@@ -5,7 +5,7 @@ Snapshots form a radix tree for each layout: a child continues its parent at
 the place in that tree in O(log blocks); the token ids on the way are then compared.
 """
 
-from promptstore.index.database import prepare
+from promptstore.index.database import prepare, require_known
 from promptstore.index.index import Duplicate, Index, ParentGone
 from promptstore.index.rows import Layout, NewRow, Row
 from promptstore.index.search import Found
@@ -19,4 +19,5 @@ __all__ = [
     "ParentGone",
     "Row",
     "prepare",
+    "require_known",
 ]

@@ -43,6 +43,20 @@ def prepare(path: Path, lock: Path) -> None:
             os.chmod(f"{path}{suffix}", 0o600)
 
 
+def require_known(path: Path) -> None:
+    """Raise unless the database at *path* is one that this version can use.
+
+    Raises:
+        StoreTooNew: It has migrations that this version does not know.
+        StoreUnavailable: It is not a database.
+    """
+    db = _connect_read_only(path)
+    try:
+        refuse_newer(db, path)
+    finally:
+        db.close()
+
+
 def _unavailable(path: Path, problem: str, error: Exception | None) -> StoreUnavailable:
     return StoreUnavailable(path.parent, f"its {path.name} {problem}: {error}")
 

@@ -121,6 +121,25 @@ class Index:
             parent, start = above.parent, above.start
         return tokens
 
+    def end_digest(self, row: Row) -> str:
+        """Return the digest of a snapshot's end, in hexadecimal."""
+        query = "select end_digest from snapshots where id = ?"
+        ((digest,),) = self._all(query, row.id)
+        return bytes(digest).hex()
+
+    def protected_nbytes(self, spare: frozenset[int]) -> int:
+        """Return the bytes of what no eviction takes: pinned snapshots and those to
+        spare, with all that they continue."""
+        marks = ", ".join("?" * len(spare))
+        query = (
+            "with recursive up (id) as (select id from snapshots where "
+            f"(pinned = 1 and coalesce(expires_ns > ?, 1)) or id in ({marks}) "
+            "union select parent from snapshots join up using (id) "
+            "where parent is not null) "
+            "select coalesce(sum(nbytes), 0) from snapshots join up using (id)"
+        )
+        return int(self._all(query, time.time_ns(), *spare)[0][0])
+
     def names(self) -> set[str]:
         """Return the names of all snapshots."""
         return {name for (name,) in self._all("select name from snapshots")}
@@ -262,13 +281,13 @@ class Index:
         ids = [id_ for (id_,) in self._all(query, time.time_ns())]
         return self.remove(ids) if ids else []
 
-    def touch(self, uses: Iterable[tuple[int, int]], *, n_hits: int = 1) -> None:
-        """Record uses, pairs of a snapshot and the time in nanoseconds."""
+    def touch(self, uses: Iterable[tuple[int, int, int]]) -> None:
+        """Record uses: a snapshot, the time in nanoseconds, and how many hits."""
         with self.transaction():
             self._db.executemany(
                 "update snapshots set used_ns = max(used_ns, ?2), hits = hits + ?3 "
                 "where id = ?1",
-                [(*use, n_hits) for use in uses],
+                list(uses),
             )
 
     def victims(self, spare: frozenset[int]) -> Iterator[Row]:

@@ -37,6 +37,7 @@ class Row:
     parent: int | None
     start: int
     end: int
+    first_token: int | None
     tokens: Tokens
     extent: Extent
     nbytes: int
