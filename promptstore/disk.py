@@ -223,6 +223,10 @@ class DiskTier:
         for _ in range(_TRIES):
             with contextlib.suppress(ParentGone):
                 found = self._save_rows(layout, new)
+                if found.expired:
+                    return ()  # it did not live longer than its own writing
+                if found.n_tokens < len(new.tokens):
+                    continue
                 if self._needs_checkpoint(layout, new, found):
                     self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from promptstore.cli import bar, errors, main, snapshots
 from promptstore.cli.bar import Bar
 from promptstore.disk import DiskTier
 
-COMMANDS = ("ask", "check", "ls", "precompute", "rm", "stats")
+COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "rm", "stats")
 DOCUMENT = "We the People of the United States, in Order to form a more perfect Union."
 QUESTION = "Who?"
 TEMPLATE = (
@@ -203,26 +203,53 @@ def test_all_commands_are_there() -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing the command imports neither mlx-lm nor transformers, and nothing of
-    its own imports mlx or numpy."""
-    package = Path(promptstore.__file__).parent
+    """Importing the command imports nothing that is slow to import."""
     code = (
-        "import sys, types\n"
+        "import sys\n"
         "import promptstore.cli\n"
-        "print({'mlx_lm', 'transformers', 'huggingface_hub'} & set(sys.modules))\n"
-        "for name in [n for n in sys.modules if n.partition('.')[0] in "
-        "('promptstore', 'mlx', 'numpy')]:\n"
-        "    del sys.modules[name]\n"
-        "package = types.ModuleType('promptstore')\n"
-        f"package.__path__, package.__version__ = [{str(package)!r}], ''\n"
-        "sys.modules['promptstore'] = package\n"
-        "import promptstore.cli\n"
-        "print({'mlx', 'mlx.core', 'numpy'} & set(sys.modules))"
+        "slow = {'mlx', 'mlx.core', 'mlx_lm', 'numpy', 'transformers', "
+        "'huggingface_hub', 'sqlite_utils'}\n"
+        "print(slow & set(sys.modules))"
     )
     process = subprocess.run(
         [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
     )
-    assert process.stdout == "set()\nset()\n", process.stderr
+    assert process.stdout == "set()\n", process.stderr
+
+
+def test_doctor_finds_nothing_wrong(cli_model: Path) -> None:
+    """The doctor says what each kind of layer costs, and tries it after a restart."""
+    result = run("doctor", "--model", cli_model, "--tokens", 48)
+    assert "KVCache" in result.stdout
+    assert "every position" in result.stdout
+    assert "WRONG" not in result.stdout
+    found = json.loads(run("doctor", "--model", cli_model, "--json").stdout)
+    assert found["is_right"] is True
+    assert [layer["kind"] for layer in found["layers"]] == ["full"]
+    assert found["trials"][0]["max_diff"] == 0.0
+
+
+def test_doctor_exits_with_1_when_something_is_wrong(
+    cli_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that the store would serve wrongly is a failure, in one line."""
+    monkeypatch.setattr(
+        "promptstore.doctor.Trial.is_right", property(lambda trial: False)
+    )
+    result = run("doctor", "--model", cli_model, "--tokens", 24, code=1)
+    assert "WRONG" in result.stdout
+    assert result.stderr.startswith("promptstore: error: restored caches give other")
+
+
+def test_disk_bytes_takes_sizes(
+    cli_model: Path, cli_root: Path, cli_prompt: Path
+) -> None:
+    """A budget in words is one in bytes; a prompt that does not fit is a failure."""
+    arguments = ("--store", cli_root, "--model", cli_model, "--system-file", cli_prompt)
+    result = run("precompute", *arguments, "--disk-bytes", "2kB", code=1)
+    assert "do not fit into 2000 bytes" in result.stderr
+    run("precompute", *arguments, "--disk-bytes", "1.5 GiB")
+    fail("precompute", *arguments, "--disk-bytes", "much", code=2)
 
 
 def test_module_runs_the_command() -> None:
@@ -424,9 +451,13 @@ def test_precompute_interrupted(
     """An interrupted run stores what it has computed; the next one goes on there."""
     prefill = promptstore.mlx_lm.prefill
 
-    def interrupt(model: Any, tokens: Sequence[int], cache: Any, **_: Any) -> None:
-        prefill(model, tokens[:50], cache)
-        raise KeyboardInterrupt
+    def interrupt(*args: Any, progress: Callable[[int, int], None], **_: Any) -> None:
+        def note(done: int, total: int) -> None:
+            progress(done, total)
+            if done == 50:
+                raise KeyboardInterrupt
+
+        prefill(*args, step_size=50, progress=note)
 
     arguments = ("--store", cli_root, "--model", cli_model, "--system-file", cli_prompt)
     with monkeypatch.context() as patch:
@@ -467,7 +498,8 @@ def test_precompute_of_an_unknown_cache(
     class Odd(KVCache):
         pass
 
-    monkeypatch.setattr(mlx_cache, "make_prompt_cache", lambda _: [Odd(), Odd()])
+    for module in (mlx_cache, promptstore.mlx_lm):
+        monkeypatch.setattr(module, "make_prompt_cache", lambda *_: [Odd(), Odd()])
     arguments = ("--store", cli_root, "--model", cli_model, "--system-file", cli_prompt)
     result = run("precompute", *arguments, code=1)
     assert result.stdout == ""
@@ -924,7 +956,7 @@ def test_check_leaves_foreign_files(tmp_path: Path) -> None:
     fill(tmp_path, [1, 2, 3])
     note = tmp_path / "snapshots" / "note.txt"
     note.write_text("precious")
-    text = run("check", "--repair", "--store", tmp_path, code=1).stdout
+    text = run("check", "--repair", "--store", tmp_path).stdout
     assert text == "foreign snapshots/note.txt: is not ours\n"
     assert note.read_text() == "precious"
 

@@ -279,7 +279,7 @@ def check(ctx: click.Context, repair: bool, as_json: bool, root: Path) -> None:
     """Compare the index with the files, every byte of them.
 
     Without --repair nothing is changed. Files that are not the store's are reported
-    but never removed. The exit code is 1 if anything remains wrong.
+    but never removed. The exit code is 1 if anything of the store remains wrong.
     """
     store = options.open_existing(root, read_only=not repair)
     if store is None:
@@ -295,7 +295,7 @@ def check(ctx: click.Context, repair: bool, as_json: bool, root: Path) -> None:
         _print_json([asdict(finding) for finding in left])
     else:
         _print_findings(findings, left)
-    ctx.exit(1 if left else 0)
+    ctx.exit(1 if any(finding.kind != "foreign" for finding in left) else 0)
 
 
 def _print_findings(findings: Sequence[Finding], left: Sequence[Finding]) -> None:

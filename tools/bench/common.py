@@ -97,29 +97,22 @@ class Laps:
         before: Callable[[str], object] | None = None,
     ) -> None:
         self._times: dict[str, list[float]] = {name: [] for name in variants}
-        self._cpu_times: dict[str, list[float]] = {name: [] for name in variants}
         gc.collect()
         gc.freeze()  # what was set up is not to be walked through again and again
         for lap in range(-n_warm, n_laps):
             for name, run in variants.items():
                 if before is not None:
                     before(name)
-                start, cpu_start = time.perf_counter(), time.thread_time()
+                start = time.perf_counter()
                 result = run()
                 elapsed = time.perf_counter() - start
-                cpu_elapsed = time.thread_time() - cpu_start
                 del result
                 if lap >= 0:
                     self._times[name].append(elapsed)
-                    self._cpu_times[name].append(cpu_elapsed)
 
     def median_ms(self, name: str) -> float:
         """Return the median time of a variant."""
         return 1e3 * statistics.median(self._times[name])
-
-    def median_cpu_ms(self, name: str) -> float:
-        """Return the median processor time of this thread; a busy machine adds none."""
-        return 1e3 * statistics.median(self._cpu_times[name])
 
     def ratio(self, name: str, base: str) -> float:
         """Return the median over the laps of one variant's time to another's."""
