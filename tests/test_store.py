@@ -150,9 +150,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock that the store reads."""
-    clock, real = Clock(), time.time_ns
+    """The clocks that the store reads."""
+    clock, real, steady = Clock(), time.time_ns, time.monotonic
     monkeypatch.setattr(time, "time_ns", lambda: real() + int(clock.ahead_s * 1e9))
+    monkeypatch.setattr(time, "monotonic", lambda: steady() + clock.ahead_s)
     return clock
 
 
@@ -287,17 +288,7 @@ def test_open_refuses_a_path_that_is_no_directory(tmp_path: Path, where: str) ->
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "index.db",
-        pytest.param(
-            "store.lock",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=IsADirectoryError,
-                reason="_flock()'s OSError leaves open() as it is",
-            ),
-        ),
-    ],
+    ["index.db", "store.lock"],
 )
 def test_open_refuses_a_directory_in_place_of_a_file(root: Path, name: str) -> None:
     """A directory where the index or the lock belongs is one clear error."""
@@ -347,9 +338,6 @@ def test_open_refuses_a_newer_store(
     assert after.keys() - before.keys() <= {"index.db-wal", "index.db-shm"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="snapshots/ and store.lock are made before the index is read"
-)
 def test_a_refused_directory_is_left_as_it_is(root: Path) -> None:
     """Somebody else's index.db is an error, and nothing is put beside it."""
     root.mkdir()
@@ -539,27 +527,12 @@ def test_a_batch_is_refused(store: PromptStore) -> None:
         ({"kind": None}, ValueError),
         ({"label": ""}, ValueError),
         ({"label": " \n"}, ValueError),
-        pytest.param(
-            {"label": 5},
-            TypeError,
-            marks=pytest.mark.xfail(
-                strict=True, raises=AttributeError, reason="label.strip() of an int"
-            ),
-        ),
-        *(
-            pytest.param(
-                {"ttl_s": ttl_s},
-                error,
-                marks=pytest.mark.xfail(strict=True, reason="ttl_s is not looked at"),
-            )
-            for ttl_s, error in (
-                ("soon", TypeError),
-                (float("nan"), ValueError),
-                (float("inf"), ValueError),
-                (-1.0, ValueError),
-                (1e300, ValueError),
-            )
-        ),
+        ({"label": 5}, TypeError),
+        ({"ttl_s": "soon"}, TypeError),
+        ({"ttl_s": float("nan")}, ValueError),
+        ({"ttl_s": float("inf")}, ValueError),
+        ({"ttl_s": -1.0}, ValueError),
+        ({"ttl_s": 1e300}, ValueError),
     ],
     ids=str,
 )
@@ -576,9 +549,6 @@ def test_insert_refuses_wrong_options(
     assert ask(store, ids).n_tokens == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="counted as trouble with the store: AttributeError"
-)
 @pytest.mark.parametrize("namespace", ["model", None, b"digest"])
 def test_a_namespace_must_be_one(store: PromptStore, namespace: Any) -> None:
     """A mistake of the program is no trouble with the store: it is raised."""
@@ -921,15 +891,7 @@ def test_pins_protect_a_chain_from_eviction(open_store: Open) -> None:
 
 @pytest.mark.parametrize(
     "memory_bytes",
-    [
-        0,
-        pytest.param(
-            1 << 30,
-            marks=pytest.mark.xfail(
-                strict=True, reason="entries of the memory tier know no ttl_s"
-            ),
-        ),
-    ],
+    [0, 1 << 30],
 )
 def test_a_ttl_forgets_a_prompt_and_what_continues_it(
     open_store: Open, clock: Clock, memory_bytes: int
@@ -951,7 +913,6 @@ def test_a_ttl_forgets_a_prompt_and_what_continues_it(
     assert sorted(info.end for info in store.snapshots()) == [100, 100]
 
 
-@pytest.mark.xfail(strict=True, reason="entries of the memory tier know no ttl_s")
 def test_a_ttl_holds_without_a_disk_tier(open_store: Open, clock: Clock) -> None:
     """The promise to forget does not depend on where a prompt is kept."""
     store = open_store(disk_bytes=0)
@@ -990,17 +951,7 @@ def test_who_is_unknown_is_named(store: PromptStore) -> None:
 
 @pytest.mark.parametrize(
     "memory_bytes",
-    [
-        0,
-        pytest.param(
-            1 << 30,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=RuntimeError,
-                reason="MemoryTier.remove() changes the dict that it iterates",
-            ),
-        ),
-    ],
+    [0, 1 << 30],
 )
 def test_delete_takes_what_continues_it_from_both_tiers(
     root: Path, open_store: Open, memory_bytes: int
@@ -1053,9 +1004,6 @@ def test_what_is_queued_is_deleted_as_well(open_store: Open, gate: Gate) -> None
     assert n_disk(store, longer) == 0
 
 
-@pytest.mark.xfail(
-    strict=True, raises=WriteFailed, reason="delete() and evict() flush, which raises"
-)
 @pytest.mark.parametrize("how", ["delete", "evict"])
 def test_a_failed_write_does_not_stop_a_delete(
     open_store: Open, failing: Callable[[], Any], how: str
@@ -1110,26 +1058,15 @@ def test_evict_is_least_recently_used_first(open_store: Open) -> None:
         [1, *tokens(99), 0, 0, 0],
         [1, *tokens(50), 2000, 0],
         [2, 3],
-        *(
-            pytest.param(
-                ids,
-                marks=pytest.mark.xfail(
-                    strict=True, reason="explain() does not know too-short"
-                ),
-            )
-            for ids in ([], [1])
-        ),
+        [],
+        [1],
     ],
     ids=["one more", "same", "three more", "diverges", "unknown", "none", "one"],
 )
 def test_explain_says_what_a_match_would_give(
-    open_store: Open, tiers: str, ids: list[int], request: pytest.FixtureRequest
+    open_store: Open, tiers: str, ids: list[int]
 ) -> None:
     """Tokens and reason are those of the match."""
-    if tiers == "memory" and ids == [2, 3]:
-        request.applymarker(
-            pytest.mark.xfail(strict=True, reason="explain() does not know disabled")
-        )
     store = open_store(
         memory_bytes=0 if tiers == "disk" else 1 << 30,
         disk_bytes=0 if tiers == "memory" else 1 << 30,
@@ -1161,9 +1098,6 @@ def test_explain_counts_nothing(open_store: Open) -> None:
     assert (store.stats(), list(store.snapshots())) == before
 
 
-@pytest.mark.xfail(
-    strict=True, reason="MemoryTier.best() moves the entry to the end of the order"
-)
 def test_explain_is_no_use(open_store: Open) -> None:
     """What was only explained is still the least recently used."""
     store = open_store(disk_bytes=0)
@@ -1333,15 +1267,7 @@ def test_infos_tell_what_a_snapshot_is(root: Path, open_store: Open) -> None:
 
 @pytest.mark.parametrize(
     "flushed",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True, reason="uses that wait are merged into one hit"
-            ),
-        ),
-    ],
+    [True, False],
 )
 def test_each_hit_of_a_snapshot_counts(
     open_store: Open, gate: Gate, flushed: bool
@@ -1541,15 +1467,7 @@ def test_memory_is_least_recently_used_first(open_store: Open) -> None:
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize(
     "memory_bytes",
-    [
-        0,
-        pytest.param(
-            1 << 30,
-            marks=pytest.mark.xfail(
-                strict=True, reason="hits of the memory tier are no uses on disk"
-            ),
-        ),
-    ],
+    [0, 1 << 30],
 )
 def test_the_disk_is_least_recently_used_first(
     open_store: Open, memory_bytes: int, restart: bool
@@ -1641,9 +1559,6 @@ def test_flush_tells_once_what_the_writer_met(
     assert [n_disk(store, ids) for ids in (first, second)] == [100, 0]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a use that cannot be recorded is told as a lost insert"
-)
 def test_flush_does_not_call_a_lost_use_a_lost_insert(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1689,9 +1604,6 @@ def test_close_waits_no_longer_than_it_may(
     assert n_disk(open_store(), ids) == 100
 
 
-@pytest.mark.xfail(
-    strict=True, reason="in write-back, flush() skips entries when the queue is full"
-)
 def test_flush_writes_back_everything(
     open_store: Open, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -2006,11 +1918,6 @@ def test_damage_on_disk_does_not_cost_memory(root: Path, open_store: Open) -> No
     assert match.reason == reason("damaged", 0, path.stem)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="_must_verify() takes a chunk for verified before it was read",
-)
 def test_a_failed_read_verifies_nothing(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -2172,11 +2079,6 @@ def test_a_removed_directory_is_no_exception(
     assert n_disk(store, two) == 100
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rows go to the unlinked index, files to the new directory: no error",
-)
 def test_a_replaced_directory_is_no_false_success(root: Path, open_store: Open) -> None:
     """What flush calls durable is there after a restart, or flush raises (P12, Q06)."""
     store = PromptStore.open(root)
@@ -2256,8 +2158,9 @@ def test_no_failure_of_the_system_leaves_match_or_insert(
     store = open_store(memory_bytes=0, min_tokens=0)
     trap = Trap()
     io_error = OSError(errno.EIO, "input/output error")
-    monkeypatch.setattr("promptstore.snapshot.os", Trapped(os, trap, io_error))
-    monkeypatch.setattr("promptstore.disk.os", Trapped(os, trap, io_error))
+    for module in ("snapshot.write", "snapshot.read", "root"):
+        trapped = Trapped(os, trap, io_error)
+        monkeypatch.setattr(f"promptstore.{module}.os", trapped)
     for name in ("unlink", "mkdir"):
         real = getattr(Path, name)
 
@@ -2453,11 +2356,6 @@ def test_a_slow_write_delays_nobody(open_store: Open, gate: Gate) -> None:
     gate.opened.set()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a match waits for room in the queue to have its use recorded",
-)
 def test_a_full_queue_does_not_delay_a_match(
     open_store: Open, gate: Gate, pool: ThreadPoolExecutor
 ) -> None:

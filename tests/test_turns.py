@@ -282,3 +282,27 @@ def test_prefill_of_a_stateful_model_that_breaks_stores_nothing_wrong(
         match = store.match(NAMESPACE, [*ids[:20], 3])
 
     assert match.cache is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+def test_cache_that_came_out_of_a_batch_is_an_ordinary_one(
+    name: str, root: Path
+) -> None:
+    """What ``extract`` takes out of a batch is stored and goes on like any cache; the
+    batch itself is refused."""
+    model = build(config_of(name))
+    ids = list(range(1, 71))
+    single = make_prompt_cache(model)
+    prefill(model, ids, single)
+    batch = [type(layer).merge([layer, layer]) for layer in single]
+    taken = [layer.extract(1) for layer in batch]
+    with open_store(root, memory_bytes=0) as store:
+        with pytest.raises(ValueError, match="batch"):
+            store.insert(NAMESPACE, ids, batch)
+        store.insert(NAMESPACE, ids, taken)
+        store.flush()
+        match = store.match(NAMESPACE, [*ids, 7], like=make_prompt_cache(model))
+        got = logits(model, [7], match.cache)
+
+    assert match.n_tokens == 70
+    assert mx.abs(got - logits(model, [7], single)).max().item() < 1e-4
