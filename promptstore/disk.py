@@ -225,12 +225,12 @@ class DiskTier:
                 found = self._save_rows(layout, new)
                 if found.expired:
                     return ()  # it did not live longer than its own writing
-                if found.n_tokens < len(new.tokens):
-                    continue
                 if self._needs_checkpoint(layout, new, found):
                     self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)
-                return self._mark(layout, new, found)
+                ids = self._mark(layout, new, found)
+                self._keep_budget(ids)
+                return ids
         raise NotCovered("what it continues was evicted again and again")
 
     def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
@@ -240,8 +240,13 @@ class DiskTier:
             return found
         if layout.is_whole:
             found = Found()  # nothing of another run is continued
-        self._write(layout, new, found, delta.of_rows(new, found))
-        return self._writer.find(layout, new.tokens)
+        is_new = self._write(layout, new, found, delta.of_rows(new, found))
+        found = self._writer.find(layout, new.tokens)
+        if found.n_tokens < len(new.tokens) and not found.expired:
+            if is_new:
+                raise ParentGone  # evicted by another process at once
+            raise NotCovered("another prompt has the same digest")
+        return found
 
     def _needs_checkpoint(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
         """Whether the end of *new* needs a snapshot of no tokens: for its state, for
@@ -266,8 +271,8 @@ class DiskTier:
 
     def _write(
         self, layout: Layout, new: NewSnapshot, found: Found, extent: Extent
-    ) -> None:
-        """Write one snapshot, add its row, and keep to the budget."""
+    ) -> bool:
+        """Write one snapshot and add its row; return whether it is a new one."""
         parent = found.chain[-1] if found.chain else None
         contents = _contents(layout, new, parent, extent)
         name = contents.id
@@ -289,18 +294,26 @@ class DiskTier:
                 ttl_s=new.ttl_s,
             )
             try:
-                id_ = self._writer.add(row)
+                self._writer.add(row)
             except Duplicate:
                 self.root.unlink(name)
-                return
+                return False
             except BaseException:
                 self.root.unlink(name)
                 raise
         self.bytes_written += written.nbytes
+        return True
+
+    def _keep_budget(self, ids: tuple[int, ...]) -> None:
+        """Evict what is over the budget now that the index has grown as well.
+
+        Raises:
+            TooLarge: Only without what was just stored; it was removed.
+        """
         try:
-            self._make_room(0, held, spare | {id_})
-        except TooLarge:  # the index grew over the last of the budget
-            self.remove([id_])
+            self._make_room(0, 0, frozenset(ids))
+        except TooLarge:
+            self.remove(ids[-1:])
             raise
 
     def _thin_out(self, found: Found) -> None:

@@ -17,7 +17,7 @@ import platformdirs
 from promptstore.check import check, repair
 from promptstore.counters import Counters
 from promptstore.disk import DiskTier
-from promptstore.errors import StoreClosed, UnknownSnapshot
+from promptstore.errors import StoreClosed, StoreUnavailable, UnknownSnapshot
 from promptstore.index import Row
 from promptstore.layers import from_text, summary
 from promptstore.matching import Matcher
@@ -424,6 +424,8 @@ class PromptStore:
 
     def _named(self, id_or_label: str) -> tuple[DiskTier, list[Row]]:
         self._require_open()
+        if self._disk is not None and self._disk.read_only:
+            raise StoreUnavailable(self._disk.root.path, "was opened read-only")
         rows = self._disk.index.named(id_or_label) if self._disk is not None else []
         if self._disk is None or not rows:
             raise UnknownSnapshot(id_or_label)

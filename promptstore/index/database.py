@@ -14,6 +14,7 @@ from promptstore.errors import StoreTooNew, StoreUnavailable
 from promptstore.migrations import NAMES
 
 _BUSY_S = 5.0
+_LOG_PAGES = 100  # the log counts in the budget
 
 
 def prepare(path: Path, lock: Path) -> None:
@@ -81,12 +82,21 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     if read_only:
         return _connect_read_only(path)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.close(fd)
+        _create(path)
         db = _configure(sqlite3.connect(path, **_OPTIONS))
     except (OSError, sqlite3.Error) as error:
         raise _unavailable(path, "cannot be opened", error) from error
     return db
+
+
+def _create(path: Path) -> None:
+    """Make the file, for its owner only, if it is not there.
+
+    An existing one must not be opened: closing any descriptor of a file drops all
+    the locks that this process holds on it, SQLite's too.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
@@ -114,6 +124,8 @@ _OPTIONS: Any = {
 def _configure(db: sqlite3.Connection) -> sqlite3.Connection:
     db.execute("pragma foreign_keys = on")
     db.execute("pragma synchronous = normal")
+    db.execute(f"pragma wal_autocheckpoint = {_LOG_PAGES}")
+    db.execute("pragma journal_size_limit = 0")
     return db
 
 
