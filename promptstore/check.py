@@ -54,6 +54,7 @@ def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
     bad = {row.id for row in rows.values() if row.name in names}
     bad |= {row.id for row in rows.values() if row.parent not in {None, *rows}}
     disk.remove(bad)
+    disk.forget_lost_prefixes()
     disk.sweep()
 
 

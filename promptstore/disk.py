@@ -101,7 +101,10 @@ class DiskTier:
     def _open(self) -> None:
         root = self.root
         if root.index.exists():
-            require_known(root.index)  # before anything is made beside it
+            if not self.read_only:
+                root.require_writable()
+            # Before anything is made beside it.
+            require_known(root.index, read_only=self.read_only)
         elif self.read_only:
             raise StoreUnavailable(root.path, "holds no store")
         if not self.read_only:
@@ -218,12 +221,12 @@ class DiskTier:
             OSError, sqlite3.Error: As the system says.
         """
         self._stay_in_place()
-        self._unlink(self._writer.remove_expired())
         layout = self._writer.layout(new.namespace, new.capture.text)
         for _ in range(_TRIES):
+            self._unlink(self._writer.remove_expired())
             with contextlib.suppress(ParentGone):
                 found = self._save_rows(layout, new)
-                if found.expired:
+                if found.n_tokens < len(new.tokens):
                     return ()  # it did not live longer than its own writing
                 if self._needs_checkpoint(layout, new, found):
                     self._write(layout, new, found, delta.of_checkpoint(new, found))
@@ -242,11 +245,11 @@ class DiskTier:
             found = Found()  # nothing of another run is continued
         is_new = self._write(layout, new, found, delta.of_rows(new, found))
         found = self._writer.find(layout, new.tokens)
-        if found.n_tokens < len(new.tokens) and not found.expired:
-            if is_new:
-                raise ParentGone  # evicted by another process at once
-            raise NotCovered("another prompt has the same digest")
-        return found
+        if found.n_tokens == len(new.tokens) or (found.expired and new.ttl_s):
+            return found
+        if is_new:
+            raise ParentGone  # evicted by another process, or expired, at once
+        raise NotCovered("another prompt has the same digest")
 
     def _needs_checkpoint(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
         """Whether the end of *new* needs a snapshot of no tokens: for its state, for
@@ -405,6 +408,10 @@ class DiskTier:
         removed = self._writer.remove(ids)
         self._unlink(removed)
         return removed
+
+    def forget_lost_prefixes(self) -> None:
+        """Remove digests of snapshots that are gone."""
+        self._writer.remove_lost_prefixes()
 
     def set_pinned(self, ids: Iterable[int], pinned: bool) -> None:
         """Protect snapshots from eviction, or stop doing so."""

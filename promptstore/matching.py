@@ -34,10 +34,14 @@ class Matcher:
         self._counters = counters
 
     def match(
-        self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
+        self,
+        namespace: Namespace,
+        ids: Tokens,
+        like: Sequence[Any] | None,
+        max_tokens: int | None = None,
     ) -> Match:
         """Return the longest usable prefix of *ids*, at least one token being left."""
-        usable = self._before_images(namespace, ids, like)
+        usable = self._before_images(namespace, ids, like)[:max_tokens]
         if not len(usable):
             return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
         n_memory, entry = self._best_entry(namespace, usable, like)

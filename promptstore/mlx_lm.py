@@ -432,7 +432,7 @@ def _match(
     if not start or store.explain(namespace, tokens, like=quantized).n_tokens:
         return store.match(namespace, tokens, like=quantized), fresh
     # Below the start such a run holds plain layers, which it quantizes later.
-    return store.match(namespace, tokens[: start + 1], like=fresh), fresh
+    return store.match(namespace, tokens, like=fresh, max_tokens=start), fresh
 
 
 def _quantized(cache: list[Any], bits: int, group_size: int) -> list[Any]:

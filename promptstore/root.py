@@ -45,10 +45,17 @@ class Root:
             raise StoreUnavailable(
                 root, f"cannot be used as a store: {error.strerror}"
             ) from error
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise StoreUnavailable(
-                root, "cannot be written; open it with read_only=True"
-            )
+        self.require_writable()
+
+    def require_writable(self) -> None:
+        """Raise unless files can be made here.
+
+        Raises:
+            StoreUnavailable: They cannot.
+        """
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            reason = "cannot be written; open it with read_only=True"
+            raise StoreUnavailable(self.path, reason)
 
     def path_of(self, name: str) -> Path:
         """Return where the file of a snapshot is."""

@@ -143,7 +143,12 @@ class PromptStore:
     # ------------------------------------------------------------------ match
 
     def match(
-        self, namespace: Namespace, tokens: Any, *, like: Sequence[Any] | None = None
+        self,
+        namespace: Namespace,
+        tokens: Any,
+        *,
+        like: Sequence[Any] | None = None,
+        max_tokens: int | None = None,
     ) -> Match:
         """Return a live cache of the longest usable prefix of *tokens*.
 
@@ -155,6 +160,7 @@ class PromptStore:
             tokens: The whole request; a list, tuple or array of integers.
             like: A cache as the model makes it (it may be empty): only stored caches
                 of the same classes and settings are used. Without it any are.
+            max_tokens: Match no more than so many.
 
         Raises:
             TypeError, ValueError: *tokens* is no one-dimensional run of integers.
@@ -164,7 +170,7 @@ class PromptStore:
         _check_namespace(namespace)
         ids = as_tokens(tokens)
         try:
-            match = self._matcher.match(namespace, ids, like)
+            match = self._matcher.match(namespace, ids, like, max_tokens)
         except Exception as error:  # one of five places that may: a miss
             match = Match(None, 0, "miss", self._counters.trouble(error))
         self._counters.match(match, len(ids))

@@ -223,7 +223,9 @@ def test_all_rows_of_a_window_are_copied(keep: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0])], ids=repr
+    "layer",
+    [BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0])],
+    ids=["kv", "rotating"],
 )
 def test_a_batch_cache_is_refused(layer: Any) -> None:
     """It belongs to no one prompt; the message names it and says what to do."""

@@ -34,6 +34,7 @@ def row(id_: int, extent: Extent) -> Row:
         parent=id_ - 1 or None,
         start=extent.start,
         end=extent.end,
+        first_token=None,
         tokens=np.array(tokens(extent.end)[extent.start :]),
         extent=extent,
         nbytes=1,

@@ -804,8 +804,8 @@ def test_touch_never_goes_back_in_time(
     """A use counts, and the latest is kept, in whatever order they are recorded."""
     row = add(index, layout, tokens(300))
     later = row.used_ns + 100
-    index.touch([(row.id, later), (999, later)])
-    index.touch([(row.id, later - 50)])
+    index.touch([(row.id, later, 1), (999, later, 1)])
+    index.touch([(row.id, later - 50, 1)])
     (row,) = index.named(row.name)
     assert (row.used_ns, row.hits) == (later, 2)
     index.touch([])
@@ -817,7 +817,7 @@ def test_touch_counts_what_it_is_told(
 ) -> None:
     """An insert that finds its rows stored is a use, but no hit."""
     row = add(index, layout, tokens(300))
-    index.touch([(row.id, row.used_ns + 100)], n_hits=n_hits)
+    index.touch([(row.id, row.used_ns + 100, n_hits)])
     (after,) = index.named(row.name)
     assert (after.used_ns, after.hits) == (row.used_ns + 100, n_hits)
 
@@ -827,7 +827,7 @@ def test_rows_come_by_their_last_use(
 ) -> None:
     """The most recently used is listed first."""
     rows = [add(index, layout, tokens(9, seed=seed)) for seed in range(3)]
-    index.touch([(rows[0].id, clock.now + 5)])
+    index.touch([(rows[0].id, clock.now + 5, 1)])
     expected = [rows[0].name, rows[2].name, rows[1].name]
     assert expected == names(index.rows())
 
@@ -914,7 +914,7 @@ def test_victims_are_leaves_by_their_last_use(
     child = add(index, layout, trunk + [5000] * 300)
     hot = add(index, layout, tokens(300, seed=1))
     cold = add(index, layout, tokens(300, seed=2))
-    index.touch([(hot.id, clock.now + 10), (child.id, clock.now + 5)])
+    index.touch([(hot.id, clock.now + 10, 1), (child.id, clock.now + 5, 1)])
     expected = [cold.name, child.name, parent.name, hot.name]
     assert expected == evict(index)
 
@@ -985,7 +985,7 @@ def test_a_reader_that_then_writes_does_not_fail(
     for seed in range(1, 4):
         found = index.find(layout, ids(tokens(600)))
         add(other, layout, tokens(300, seed=seed))
-        index.touch([(found.chain[0].id, row.used_ns + seed)])
+        index.touch([(found.chain[0].id, row.used_ns + seed, 1)])
         add(other, layout, tokens(300, seed=seed + 10))
     assert index.named(row.name)[0].hits == 3
     other.close()
@@ -1050,7 +1050,7 @@ def test_an_error_in_a_change_leaves_no_trace(index: Index, layout: Layout) -> N
     with pytest.raises(ZeroDivisionError):
         half_a_change()
     assert names(index.rows()) == [row.name]
-    index.touch([(row.id, row.used_ns + 1)])
+    index.touch([(row.id, row.used_ns + 1, 1)])
 
 
 def run(task: Callable[[], None]) -> threading.Thread:
@@ -1082,7 +1082,7 @@ def test_threads_share_a_connection(index: Index, layout: Layout) -> None:
                 prompt = tokens(300, seed=1000 * seed + number)
                 row = add(index, layout, prompt)
                 assert n_found(index, layout, prompt) == 300
-                index.touch([(row.id, row.used_ns + 1)])
+                index.touch([(row.id, row.used_ns + 1, 1)])
                 if number % 3 == 0:
                     assert index.remove_leaf(row.id)
         except BaseException as error:
@@ -1104,7 +1104,7 @@ def test_a_read_only_connection_changes_nothing(
     assert n_found(reader, layout, tokens(600)) == 600
     assert reader.layouts(NS) == [layout]
     for change in (
-        lambda: reader.touch([(row.id, 1)]),
+        lambda: reader.touch([(row.id, 1, 1)]),
         lambda: reader.remove([row.id]),
         lambda: add(reader, layout, tokens(9, seed=1)),
     ):

@@ -347,8 +347,9 @@ def test_invariant_4_equal_digests_are_not_enough(
     first, second, third = ([number, *tokens(n, seed=number)] for number in range(3))
     head = first[: n // 2]
     store = open_store()
-    for ids in (first, second):
-        put(store, ids, kv_of(ids))
+    put(store, first, kv_of(first))
+    with contextlib.suppress(WriteFailed):  # nothing, and that is said
+        put(store, second, kv_of(second))
     for _ in range(2):
         for ids in (first, second, third, [*head, *third]):
             match = store.match(NS, [*ids, 0])
@@ -362,7 +363,6 @@ def test_invariant_4_equal_digests_are_not_enough(
         store = open_store(memory_bytes=0)
 
 
-@pytest.mark.xfail(strict=True, reason="row_at() looks for a digest only")
 def test_invariant_4_a_label_is_for_tokens_not_for_a_digest(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,20 +456,20 @@ def test_invariant_6_file_before_row(
         real_sync(fd)
         synced.append(os.fstat(fd).st_ino)
 
-    def add(self: Index, row: Any) -> None:
+    def add(self: Index, row: Any) -> int:
         path = root / "snapshots" / row.name[:2] / f"{row.name}.safetensors"
         data = path.read_bytes()
         assert path.stat().st_ino in synced
         assert len(data) == row.nbytes
         n_header = 8 + int.from_bytes(data[:8], "little")
         assert row.checksums[:16] == xxhash.xxh3_128_digest(data[:n_header])
-        n_tokens = len(row.tokens) - row.start
+        n_tokens = len(row.tokens) - row.extent.start
         ids = xxhash.xxh3_128_digest(data[-8 * n_tokens :])
         assert row.checksums[-16:] == ids
         n_chunks = -(-n_tokens // 256)
-        assert len(row.checksums) == 16 * (n_chunks + 2)
+        assert len(row.checksums) == 16 * (1 + n_chunks + 2)  # header, state, tokens
         seen.append(row.name)
-        real_add(self, row)
+        return real_add(self, row)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Index, "add", add)
@@ -500,7 +500,7 @@ def test_invariant_6_row_before_unlink(
         ):
             put(store, ids, kv_of(ids), label="x")
             if len(unlinked) == 2:
-                (path,) = store._disk.files()  # type: ignore[union-attr]
+                (path,) = store._disk.root.files()  # type: ignore[union-attr]
                 os.truncate(path, 100)
             remove()
         assert len(unlinked) == 3
@@ -728,15 +728,7 @@ def test_invariant_8_foreign_files_and_orphans_count(
 
 @pytest.mark.parametrize(
     "obstacle",
-    [
-        "nothing",
-        pytest.param(
-            "pins",
-            marks=pytest.mark.xfail(
-                strict=True, reason="all that is not pinned goes before it is given up"
-            ),
-        ),
-    ],
+    ["nothing", "pins"],
 )
 def test_invariant_8_what_is_too_large_evicts_nothing(
     open_store: Open, obstacle: str
@@ -816,9 +808,6 @@ def test_invariant_9_what_is_restored_is_bit_equal(
                 assert own == (saved.bits, saved.group_size)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="ValueError: a strided array has no plain rows of bytes"
-)
 @pytest.mark.parametrize("how", ["slice", "transposed", "broadcast"])
 def test_invariant_9_however_the_arrays_lie_in_memory(
     store: PromptStore, tier: str, how: str

@@ -266,20 +266,13 @@ TIGHT = {"memory_bytes": 3 * (2 << 20), "disk_bytes": (5 << 20) + (1 << 20)}
 WIDE = {"memory_bytes": 1 << 30, "disk_bytes": 1 << 30}
 
 
-EMPTIED = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="MemoryTier.remove() changes the dict that it iterates",
-)
-
-
 @pytest.mark.parametrize(
     ("tight", "options"),
     [
-        pytest.param(False, WIDE, id="both tiers", marks=EMPTIED),
+        pytest.param(False, WIDE, id="both tiers"),
         pytest.param(False, WIDE | {"memory_bytes": 0}, id="disk"),
-        pytest.param(False, WIDE | {"write": "back"}, id="write-back", marks=EMPTIED),
-        pytest.param(True, TIGHT, id="tight", marks=EMPTIED),
+        pytest.param(False, WIDE | {"write": "back"}, id="write-back"),
+        pytest.param(True, TIGHT, id="tight"),
         pytest.param(True, TIGHT | {"memory_bytes": 0}, id="tight disk"),
     ],
 )

@@ -27,6 +27,7 @@ def row(id_: int, start: int, end: int) -> Row:
         parent=id_ - 1 if start else None,
         start=start,
         end=end,
+        first_token=None,
         tokens=np.arange(start, end),
         extent=Extent(start, end, bands),
         nbytes=1,

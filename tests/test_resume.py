@@ -127,6 +127,7 @@ def row(id_: int, extent: Extent, parent: int | None, name: str | None = None) -
         parent=parent,
         start=extent.start,
         end=extent.end,
+        first_token=None,
         tokens=np.arange(extent.start, extent.end),
         extent=extent,
         nbytes=1,

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import gc
+import importlib
 import itertools
 import logging
 import os
@@ -2159,8 +2160,9 @@ def test_no_failure_of_the_system_leaves_match_or_insert(
     trap = Trap()
     io_error = OSError(errno.EIO, "input/output error")
     for module in ("snapshot.write", "snapshot.read", "root"):
-        trapped = Trapped(os, trap, io_error)
-        monkeypatch.setattr(f"promptstore.{module}.os", trapped)
+        # Modules, not the functions of those names in their package.
+        place = importlib.import_module(f"promptstore.{module}")
+        monkeypatch.setattr(place, "os", Trapped(os, trap, io_error))
     for name in ("unlink", "mkdir"):
         real = getattr(Path, name)
 
@@ -2424,7 +2426,7 @@ def test_the_thread_that_opened_may_be_gone(root: Path, open_store: Open) -> Non
 def test_the_bytes_that_are_counted_are_the_bytes_that_are_held(
     open_store: Open,
 ) -> None:
-    """Many small entries hold what stats says, and not what they were cut from (R10)."""
+    """Many small entries hold what stats says, and not what they are cut of (R10)."""
     store = open_store(write="off")
     gc.collect()
     mx.clear_cache()
@@ -2443,6 +2445,21 @@ def test_the_bytes_that_are_counted_are_the_bytes_that_are_held(
 
 
 # ----------------------------------------------------------------------- processes
+
+
+def test_what_is_flushed_others_see(root: Path, open_store: Open) -> None:
+    """Another process that comes and goes does not cut this one off (C02, P12)."""
+    script = """
+    with PromptStore.open(root, memory_bytes=0) as store:
+        print(*(store.match(NS, [n, *tokens(100)]).n_tokens for n in range(3)))
+    """
+    store = open_store(memory_bytes=0)
+    for number in range(3):
+        ids = [number, *tokens(99)]
+        store.insert(NS, ids, kv_of(ids))
+        store.flush()
+        seen = [int(word) for word in run(script, root).split()]
+        assert seen == [100 if n <= number else 0 for n in range(3)]
 
 
 def test_two_processes_with_the_same_prompts_end_with_one_of_each(

@@ -44,14 +44,16 @@ def prepare(path: Path, lock: Path) -> None:
             os.chmod(f"{path}{suffix}", 0o600)
 
 
-def require_known(path: Path) -> None:
+def require_known(path: Path, *, read_only: bool) -> None:
     """Raise unless the database at *path* is one that this version can use.
+
+    Only a connection that may write takes its -wal and -shm away with it.
 
     Raises:
         StoreTooNew: It has migrations that this version does not know.
         StoreUnavailable: It is not a database.
     """
-    db = _connect_read_only(path)
+    db = connect(path, read_only=read_only)
     try:
         refuse_newer(db, path)
     finally:

@@ -331,6 +331,13 @@ class Index:
                 self._db.execute("delete from snapshots where id = ?", (id_,))
         return list(removed.values())
 
+    def remove_lost_prefixes(self) -> None:
+        """Remove digests whose snapshot is gone, which only an edit can leave."""
+        with self.transaction():
+            self._db.execute(
+                "delete from prefixes where snapshot not in (select id from snapshots)"
+            )
+
     def remove_leaf(self, id_: int) -> bool:
         """Remove one snapshot if nothing continues it by now."""
         with self.transaction():
