@@ -44,6 +44,8 @@ on snapshots (layout, end_digest, start_token = end_token);
 create index snapshots_by_branch on snapshots (layout, parent, start_token, first_token);
 create index snapshots_by_parent on snapshots (parent);
 create index snapshots_by_use on snapshots (used_ns);
+create index snapshots_by_expiry on snapshots (expires_ns)
+where expires_ns is not null;
 create unique index snapshots_by_label on snapshots (label, layout)
 where label is not null;
 

@@ -31,7 +31,11 @@ def check(disk: DiskTier) -> list[Finding]:
     # Files before rows: a row that comes meanwhile must not make its file an orphan.
     files = disk.root.files()
     rows = disk.index.rows()
-    findings += [finding for row in rows if (finding := _check_row(disk, row))]
+    for row in rows:
+        finding = _check_row(disk, row)
+        # Another process may have evicted it while it was looked at.
+        if finding is not None and disk.index.has(row.name):
+            findings.append(finding)
     known = {disk.root.path_of(row.name) for row in rows}
     for path in files:
         if not disk.root.is_ours(path):
@@ -67,10 +71,10 @@ def _check_row(disk: DiskTier, row: Row) -> Finding | None:
         contents, tokens, written = read_contents(disk.root.path_of(row.name))
     except SnapshotMissing as error:
         return Finding("dangling", row.name, str(error))
-    except (SnapshotCorrupt, SnapshotUnsupported) as error:
+    except SnapshotCorrupt as error:
         return Finding("corrupt", row.name, str(error))
-    except SnapshotUnreadable:
-        return None  # the system's trouble, not the snapshot's
+    except (SnapshotUnreadable, SnapshotUnsupported):
+        return None  # proves nothing: the system's trouble, or another version's file
     parent = None if row.parent is None else disk.index.name_of(row.parent)
     digest = disk.index.end_digest(row)
     says = {

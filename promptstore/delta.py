@@ -38,6 +38,10 @@ class NewSnapshot:
         """Whether it asks for a row of its own."""
         return self.pinned or self.label is not None or self.ttl_s is not None
 
+    def expires_ns(self, now_ns: int) -> int | None:
+        """Return when it must be forgotten, if ever."""
+        return None if self.ttl_s is None else now_ns + int(self.ttl_s * 1e9)
+
     @property
     def layers(self) -> Layers:
         """Its layers; only what has codecs comes here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
 import threading
 import time
@@ -90,6 +91,7 @@ class DiskTier:
         self.bytes_written = 0
         self.bytes_read = 0
         self.n_evicted = 0
+        self.on_replaced: Callable[[], None] = lambda: None
         self._verify = verify
         self._verified: set[tuple[str, int]] = set()
         self._uses: dict[int, tuple[int, int]] = {}
@@ -97,6 +99,7 @@ class DiskTier:
         self._swept = False
         self._open()
         self._pool = ThreadPoolExecutor(N_THREADS, "promptstore-reader")
+        self._ahead = ThreadPoolExecutor(1, "promptstore-prefetch")
 
     def _open(self) -> None:
         root = self.root
@@ -123,11 +126,15 @@ class DiskTier:
             old = {self.index, self._writer}
             self._open()
             self._swept = False
+            self._uses.clear()
+            self._verified.clear()
+            self.on_replaced()
             for index in old:
                 index.close()
 
     def close(self) -> None:
         """Close files and connections."""
+        self._ahead.shutdown(cancel_futures=True)
         self._pool.shutdown()
         self.index.close()
         self._writer.close()
@@ -135,31 +142,44 @@ class DiskTier:
     # -------------------------------------------------------------- reading
 
     def look_up(
-        self, namespace: Namespace, tokens: Tokens, fits: Callable[[Layers], bool]
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        fits: Callable[[Layers], bool],
+        without: frozenset[int] = frozenset(),
     ) -> tuple[LookUp | None, int]:
         """Return what can be resumed deepest over all layouts that fit.
+
+        Args:
+            namespace: Whose KV.
+            tokens: What may be matched.
+            fits: Whether the caller can use caches of such layers.
+            without: Checkpoints not to use.
 
         Returns:
             What was found, and how many layouts did not fit.
         """
         self._stay_in_place()
         best, n_misfits = None, 0
-        for layout in self.index.layouts(namespace):
+        index = self.index  # another thread may put a new one in its place
+        for layout in index.layouts(namespace):
             layers = from_text(layout.layers)
-            if not fits(layers):
+            if not resume.is_known(layers) or not fits(layers):
                 n_misfits += 1
                 continue
-            found = self.index.find(layout, tokens)
-            look_up = LookUp(layers, found, _plan(self.index, layers, found))
+            found = index.find(layout, tokens)
+            look_up = LookUp(layers, found, _plan(index, layers, found, without))
             if best is None or look_up.rank > best.rank:
                 best = look_up
         return best, n_misfits
 
     def n_stored(self, namespace: Namespace, text: str, tokens: Tokens) -> int:
         """Return how many of *tokens* one layout has, resumable or not."""
-        for layout in self.index.layouts(namespace):
+        self._stay_in_place()
+        index = self.index
+        for layout in index.layouts(namespace):
             if layout.layers == text:
-                n_tokens = self.index.find(layout, tokens).n_tokens
+                n_tokens = index.find(layout, tokens).n_tokens
                 is_useful = n_tokens == len(tokens) or not layout.is_whole
                 return n_tokens if is_useful else 0
         return 0
@@ -191,7 +211,7 @@ class DiskTier:
     def read_ahead(self, look_up: LookUp) -> None:
         """Have the reader threads pull what was found into the page cache."""
         for piece in look_up.plan.pieces:
-            self._pool.submit(self._read_ahead, piece.row, look_up.layers)
+            self._ahead.submit(self._read_ahead, piece.row, look_up.layers)
 
     def _read_ahead(self, row: Row, layers: Layers) -> None:
         with contextlib.suppress(Exception), self.open(row, layers) as file:
@@ -222,34 +242,52 @@ class DiskTier:
         """
         self._stay_in_place()
         layout = self._writer.layout(new.namespace, new.capture.text)
+        expires_ns = new.expires_ns(time.time_ns())
         for _ in range(_TRIES):
             self._unlink(self._writer.remove_expired())
             with contextlib.suppress(ParentGone):
-                found = self._save_rows(layout, new)
+                found = self._save_rows(layout, new, expires_ns)
                 if found.n_tokens < len(new.tokens):
                     return ()  # it did not live longer than its own writing
                 if self._needs_checkpoint(layout, new, found):
-                    self._write(layout, new, found, delta.of_checkpoint(new, found))
+                    self._write(
+                        layout, new, found, delta.of_checkpoint(new, found), expires_ns
+                    )
                     self._thin_out(found)
                 ids = self._mark(layout, new, found)
                 self._keep_budget(ids)
                 return ids
         raise NotCovered("what it continues was evicted again and again")
 
-    def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
-        """Write the rows that the chain lacks; return the chain that has them all."""
+    def _save_rows(
+        self, layout: Layout, new: NewSnapshot, expires_ns: int | None
+    ) -> Found:
+        """Write the rows that the chain lacks; return the chain that has them all.
+
+        What dies sooner is not continued: it would take the new prompt with it.
+        """
         found = self._writer.find(layout, new.tokens)
-        if found.n_tokens == len(new.tokens):
+        if self._has_all(layout, new, found):
+            self._writer.prolong(found.chain, expires_ns)
             return found
+        found = self._writer.find(layout, new.tokens, expires_ns or math.inf)
         if layout.is_whole:
             found = Found()  # nothing of another run is continued
-        is_new = self._write(layout, new, found, delta.of_rows(new, found))
+        extent = delta.of_rows(new, found)
+        is_new = self._write(layout, new, found, extent, expires_ns)
         found = self._writer.find(layout, new.tokens)
         if found.n_tokens == len(new.tokens) or (found.expired and new.ttl_s):
             return found
         if is_new:
             raise ParentGone  # evicted by another process, or expired, at once
         raise NotCovered("another prompt has the same digest")
+
+    def _has_all(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
+        """Whether a chain has all rows of *new*, and may live as long as it does."""
+        if found.n_tokens < len(new.tokens):
+            return False
+        is_mortal = any(row.expires_ns is not None for row in found.chain)
+        return not is_mortal or self._writer.row_at(layout, new.tokens) is not None
 
     def _needs_checkpoint(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
         """Whether the end of *new* needs a snapshot of no tokens: for its state, for
@@ -266,14 +304,19 @@ class DiskTier:
         row = self._writer.row_at(layout, new.tokens)
         rows = dict.fromkeys(row.id for row in found.chain)
         if row is not None:
-            self._writer.mark(row, label=new.label, pinned=new.pinned, ttl_s=new.ttl_s)
+            self._writer.mark(row, label=new.label, pinned=new.pinned)
             rows[row.id] = None
         now = time.time_ns()
         self._writer.touch((id_, now, 0) for id_ in rows)
         return tuple(rows)
 
     def _write(
-        self, layout: Layout, new: NewSnapshot, found: Found, extent: Extent
+        self,
+        layout: Layout,
+        new: NewSnapshot,
+        found: Found,
+        extent: Extent,
+        expires_ns: int | None,
     ) -> bool:
         """Write one snapshot and add its row; return whether it is a new one."""
         parent = found.chain[-1] if found.chain else None
@@ -294,7 +337,7 @@ class DiskTier:
                 nbytes=written.nbytes,
                 checksums=written.checksums,
                 kind=new.kind,
-                ttl_s=new.ttl_s,
+                expires_ns=expires_ns,
             )
             try:
                 self._writer.add(row)
@@ -440,10 +483,14 @@ class DiskTier:
         self._writer.touch((id_, now, n_hits) for id_, (now, n_hits) in uses.items())
 
 
-def _plan(index: Index, layers: Layers, found: Found) -> Plan:
+def _plan(
+    index: Index, layers: Layers, found: Found, without: frozenset[int] = frozenset()
+) -> Plan:
     """Return how far a chain can be resumed; only some layers need checkpoints."""
-    is_cuttable = resume.is_cuttable(layers)
-    return plan(found, layers, [] if is_cuttable else index.checkpoints(found))
+    if resume.is_cuttable(layers):
+        return plan(found, layers, [])
+    rows = [row for row in index.checkpoints(found) if row.id not in without]
+    return plan(found, layers, rows)
 
 
 def _contents(

@@ -10,6 +10,7 @@ from promptstore import codecs, restore, resume
 from promptstore.counters import Counters
 from promptstore.disk import DiskTier, LookUp
 from promptstore.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
+from promptstore.index import Row
 from promptstore.memory import Entry, MemoryTier
 from promptstore.tokens import Tokens, run_start
 from promptstore.types import Match, Namespace, Reason, ReasonKind
@@ -62,9 +63,10 @@ class Matcher:
                 self._memory.release(entry)
 
     def explain(
-        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+        self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
     ) -> tuple[int, LookUp | None, Reason | None]:
-        """Return what memory has of *usable*, what the disk has, and why not more."""
+        """Return what memory has of *ids*, what the disk has, and why not more."""
+        usable = self._before_images(namespace, ids, like)
         if not len(usable):
             return 0, None, Reason(ReasonKind.TOO_SHORT, 0)
         n_memory, entry = self._best_entry(namespace, usable, like, touch=False)
@@ -95,13 +97,25 @@ class Matcher:
         """
         usable = ids[:-1]
         while (usable < 0).any():
-            n_memory, look_up, _ = self.explain(namespace, usable, like)
-            n_tokens = max(n_memory, look_up.plan.n_tokens if look_up else 0)
+            n_tokens = self._n_matchable(namespace, usable, like)
             start = run_start(ids, n_tokens)
             if start == n_tokens:
                 break
             usable = usable[:start]
         return usable
+
+    def _n_matchable(
+        self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
+    ) -> int:
+        n_tokens, entry = self._best_entry(namespace, usable, like, touch=False)
+        if entry is not None:
+            self._memory.release(entry)
+        try:
+            look_up, _ = self._look_up(namespace, usable, n_tokens, len(usable), like)
+        except Exception as error:  # one of five places that may: counted
+            self._counters.trouble(error)
+            return n_tokens
+        return max(n_tokens, look_up.plan.n_tokens if look_up is not None else 0)
 
     def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
         own = entry.capture
@@ -125,10 +139,11 @@ class Matcher:
         """Return a match longer than the memory tier's, or a miss that says why."""
         trouble: Reason | None = None
         n_usable = len(usable)
+        bad: set[int] = set()
         try:
             for _ in range(_MAX_TRIES):
                 look_up, reason = self._look_up(
-                    namespace, usable, n_memory, n_usable, like
+                    namespace, usable, n_memory, n_usable, like, frozenset(bad)
                 )
                 if look_up is None or look_up.plan.n_tokens <= n_memory:
                     return Match(None, 0, "miss", trouble or reason)
@@ -136,8 +151,11 @@ class Matcher:
                 try:
                     cache = self._disk.load(look_up, n_total)
                 except SnapshotError as error:
-                    trouble = self._blame(look_up, error)
-                    usable = usable[: trouble.position]  # do without that one
+                    trouble, row = self._blame(look_up, error)
+                    # Do without that one from here on.
+                    bad.add(row.id)
+                    if not row.is_checkpoint:
+                        usable = usable[: row.start]
                     continue
                 self._note_use(piece.row.id for piece in look_up.plan.pieces)
                 n_tokens = look_up.plan.n_tokens
@@ -153,34 +171,40 @@ class Matcher:
         n_memory: int,
         n_usable: int,
         like: Sequence[Any] | None,
+        without: frozenset[int] = frozenset(),
     ) -> tuple[LookUp | None, Reason | None]:
         """Look in the index; say why not all of *n_usable*, given what memory has."""
         if self._disk is None:
             kind = ReasonKind.NO_ENTRY if n_memory else ReasonKind.DISABLED
             return None, Reason(kind, n_memory) if n_memory < n_usable else None
         best, n_misfits = self._disk.look_up(
-            namespace, usable, lambda layers: like is None or codecs.fits(layers, like)
+            namespace,
+            usable,
+            lambda layers: like is None or codecs.fits(layers, like),
+            without,
         )
+        if n_memory == n_usable:
+            return best, None
         if best is not None:
             return best, _why(best, n_usable, n_memory)
         if n_misfits and not n_memory:
             return None, Reason(ReasonKind.IDENTITY, 0, "layers")
         return None, Reason(ReasonKind.NO_ENTRY, n_memory)
 
-    def _blame(self, look_up: LookUp, error: SnapshotError) -> Reason:
+    def _blame(self, look_up: LookUp, error: SnapshotError) -> tuple[Reason, Row]:
         """Count a bad snapshot; drop it if it is proven to be bad."""
         assert self._disk is not None
         rows = [piece.row for piece in look_up.plan.pieces]
         row = next(row for row in rows if row.name == error.path.stem)
         if not isinstance(error, SnapshotCorrupt | SnapshotMissing):
             self._counters.trouble(error)
-            return Reason(ReasonKind.UNREADABLE, row.start, row.name)
+            return Reason(ReasonKind.UNREADABLE, row.start, row.name), row
         # A file that another process has just evicted is missing with its row.
         if self._disk.index.has(row.name):
             self._counters.trouble(error)
             if not self._disk.read_only:
                 self._disk.remove([row.id])
-        return Reason(ReasonKind.DAMAGED, row.start, row.name)
+        return Reason(ReasonKind.DAMAGED, row.start, row.name), row
 
     def _note_use(self, ids: Iterable[int]) -> None:
         disk = self._disk

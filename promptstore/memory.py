@@ -74,6 +74,8 @@ class MemoryTier:
         self.max_bytes = max_bytes
         self.on_evict = on_evict
         self.n_evicted = 0
+        self.pending_bytes = 0
+        """Bytes of entries that were evicted and wait to be written."""
         self._lock = threading.Lock()
         self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
         self._order: OrderedDict[Entry, None] = OrderedDict()
@@ -101,7 +103,10 @@ class MemoryTier:
             tree = trees.setdefault(entry.capture.text, RadixTree())
             for n_tokens, other in tree.prefixes(entry.tokens):
                 same = n_tokens == len(entry.tokens)
-                stands_in = entry.capture.resumable(n_tokens) == n_tokens
+                stands_in = (
+                    entry.capture.resumable(n_tokens) == n_tokens
+                    and entry.expires_s >= other.expires_s
+                )
                 if same or (stands_in and not other.keep):
                     entry.keep = entry.keep or (same and other.keep)
                     self._drop(other)
@@ -189,7 +194,14 @@ class MemoryTier:
             if rows is not None:
                 entry.durable, entry.rows = True, rows
             if entry.evicted:
+                self.pending_bytes -= entry.nbytes
                 self._forget(entry)
+
+    def forget_disk(self) -> None:
+        """Record that nothing is durable any more: the directory was replaced."""
+        with self._lock:
+            for entry in self._order:
+                entry.durable, entry.rows = False, ()
 
     def shrink(self, max_bytes: int, spare: Entry | None = None) -> None:
         """Evict the least recently used entries down to *max_bytes*."""
@@ -203,7 +215,9 @@ class MemoryTier:
                 self._uncount(entry)
                 self.n_evicted += 1
                 entry.evicted = True
+                self.pending_bytes += entry.nbytes
                 if entry.durable:
+                    self.pending_bytes -= entry.nbytes
                     self._forget(entry)
                 else:
                     evicted.append(entry)

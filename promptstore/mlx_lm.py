@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -340,15 +340,16 @@ class _Run:
         self._at_rest = False
 
     def _insert(self, n_tokens: int, kind: Kind, **marks: Any) -> None:
-        n_target = self._n_target
-        n_target_ = n_target if n_target < len(self._cache) else None
-        with contextlib.suppress(ValueError):  # a draft that lags cannot always be cut
+        has_draft = self._n_target < len(self._cache)
+        # A draft that lags behind a target that cannot be cut is no error of anyone.
+        errors: tuple[type[Exception], ...] = (ValueError,) if has_draft else ()
+        with contextlib.suppress(*errors):
             self._store.insert(
                 self._namespace,
                 self._history[:n_tokens],
                 self._cache,
                 kind=kind,
-                n_target=n_target_,
+                n_target=self._n_target if has_draft else None,
                 **marks,
             )
 
@@ -407,9 +408,17 @@ def _every(fresh: list[Any], tokens: Tokens, n: int) -> dict[int, Kind]:
     return dict.fromkeys(range(n, len(tokens), n), "user")
 
 
-@functools.lru_cache(maxsize=8)
-def _boundaries(tokenizer: Any) -> chat.Boundaries:
-    return chat.boundaries(tokenizer)
+_BOUNDARIES: weakref.WeakKeyDictionary[Any, chat.Boundaries] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _boundaries(tokenizer: TokenizerWrapper) -> chat.Boundaries:
+    """Return the boundaries of a chat template, found once for each tokenizer."""
+    inner = tokenizer._tokenizer
+    if inner not in _BOUNDARIES:
+        _BOUNDARIES[inner] = chat.boundaries(tokenizer)
+    return _BOUNDARIES[inner]
 
 
 def _match(
@@ -429,10 +438,11 @@ def _match(
     if bits is None:
         return store.match(namespace, tokens, like=fresh), fresh
     quantized = _quantized(fresh, bits, kwargs.get("kv_group_size", 64))
-    if not start or store.explain(namespace, tokens, like=quantized).n_tokens:
-        return store.match(namespace, tokens, like=quantized), fresh
-    # Below the start such a run holds plain layers, which it quantizes later.
-    return store.match(namespace, tokens, like=fresh, max_tokens=start), fresh
+    with contextlib.suppress(Exception):  # the match counts what is wrong
+        if start and not store.explain(namespace, tokens, like=quantized).n_tokens:
+            # Below the start a run holds plain layers, which it quantizes later.
+            return store.match(namespace, tokens, like=fresh, max_tokens=start), fresh
+    return store.match(namespace, tokens, like=quantized), fresh
 
 
 def _quantized(cache: list[Any], bits: int, group_size: int) -> list[Any]:

@@ -46,12 +46,14 @@ class Plan:
         return held_by(self.pieces, leaf)
 
     def chunks_read(self, layers: Layers) -> set[tuple[str, int]]:
-        """Return what was verified once all reads are done, by snapshot and number."""
-        return {
-            (read.row.name, number)
-            for read in plan_reads(self, layers)
-            for number in (*(chunk.index for chunk in read.chunks), HEADER, STATE)
-        }
+        """Return what is verified once all reads are done, by snapshot and number."""
+        done: set[tuple[str, int]] = set()
+        for read in plan_reads(self, layers):
+            name = read.row.name
+            done |= {(name, chunk.index) for chunk in read.chunks}
+            done |= {(name, HEADER)} if read.first else set()
+            done |= {(name, STATE)} if read.state else set()
+        return done
 
 
 @dataclass(frozen=True)

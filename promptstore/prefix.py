@@ -14,8 +14,6 @@ from promptstore.tokens import Tokens
 BLOCK = 256
 """Tokens to a digest (and rows to a chunk of a snapshot, and mlx-lm's own step)."""
 
-DIGEST_BYTES = 16
-
 
 def seed(namespace_digest: bytes, layers: str) -> bytes:
     """Return the digest of the empty prefix: whose KV, and of which layers."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from promptstore.codecs import LayerKind, codec_by_tag
+from promptstore.codecs import LayerKind, codec_by_tag, has_tag
 from promptstore.layers import Layers, leaves
 from promptstore.ranges import Ranges, covers
 
@@ -17,6 +17,11 @@ Held = Callable[[int], Ranges]
 def kinds_of(layers: Layers) -> frozenset[LayerKind]:
     """Return the kinds of layers there are."""
     return frozenset(codec_by_tag(leaf.tag).kind for leaf in leaves(layers))
+
+
+def is_known(layers: Layers) -> bool:
+    """Whether there is a codec for every leaf."""
+    return all(has_tag(leaf.tag) for leaf in leaves(layers))
 
 
 def is_cuttable(layers: Layers) -> bool:

@@ -69,10 +69,17 @@ class Root:
         """
         final = self.path_of(name)
         temporary = final.with_suffix(_TEMPORARY)
-        final.parent.mkdir(mode=0o700, exist_ok=True)
+        if not final.parent.exists():
+            final.parent.mkdir(mode=0o700, exist_ok=True)
+            _sync(final.parent.parent)
+
+        def publish() -> None:
+            os.rename(temporary, final)
+            _sync(final.parent)  # a row must not survive a power cut without its file
+
         try:
             with snapshot.create(temporary) as fd:
-                yield fd, lambda: os.rename(temporary, final)
+                yield fd, publish
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -119,6 +126,14 @@ class Root:
         except OSError:
             return None
         return info.st_dev, info.st_ino
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _files(directory: Path) -> Iterator[tuple[Path, int]]:

@@ -16,7 +16,7 @@ from promptstore.layers import token_bytes
 from promptstore.memory import Entry, MemoryTier
 from promptstore.tokens import Tokens, compact
 from promptstore.types import Kind, Namespace
-from promptstore.writer import Writer
+from promptstore.writer import Writer, deadline
 
 Write = Literal["through", "back", "off"]
 Wish = tuple[Kind, str | None, bool, float | None]
@@ -84,13 +84,14 @@ class Saver:
         if entry is not None:
             new = NewSnapshot(namespace, ids, entry.capture, *wish)
             if self._write == "through" or new.is_special:
-                self._save(new, entry)
+                self._save(new, entry, self._timeout_s)
             return
         start = self._n_on_disk(namespace, taken.text, ids)
         # Copies of the little that is new let the caller go on without copying all.
         few = len(ids) - start <= start
         capture = taken.capture_rows(start) if few else taken.capture()
-        self._save(NewSnapshot(namespace, ids, capture, *wish), None)
+        new = NewSnapshot(namespace, ids, capture, *wish)
+        self._save(new, None, self._timeout_s)
 
     def _remember(
         self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
@@ -114,24 +115,25 @@ class Saver:
         return entry
 
     def _save(
-        self, new: NewSnapshot, entry: Entry | None, *, patient: bool = False
+        self, new: NewSnapshot, entry: Entry | None, timeout_s: float | None
     ) -> None:
         """Queue what is new for the disk tier.
 
         Args:
             new: What to store.
             entry: Its entry in the memory tier.
-            patient: Wait for room in the queue as long as it takes.
+            timeout_s: How long to wait for room in the queue.
         """
         n_new = len(new.tokens) - self._n_on_disk(
             new.namespace, new.capture.text, new.tokens
         )
         state_bytes = sum(array.nbytes for array in new.capture.state)
         nbytes = n_new * token_bytes(new.layers) + state_bytes
+        # What memory has evicted but still holds for the writer counts as queued.
+        nbytes += self._memory.pending_bytes
         if entry is not None:
             entry.pending = True
         run = functools.partial(self._run_save, new, entry)
-        timeout_s = None if patient else self._timeout_s
         if not self._writer.submit(run, nbytes, timeout_s):
             self._counters.note("queue-full", "the disk is too slow: not written")
             if entry is not None:
@@ -159,20 +161,21 @@ class Saver:
     def save_evicted(self, entry: Entry) -> None:
         """Write back what memory evicts, on the thread that caused it."""
         if self._write == "back" and not entry.pending:
-            self._write_back(entry)
+            self._write_back(entry, self._timeout_s)
 
-    def _write_back(self, entry: Entry, *, patient: bool = False) -> None:
+    def _write_back(self, entry: Entry, timeout_s: float | None) -> None:
         if entry.capture.layers is None or len(entry.tokens) < self._min_tokens:
             return
         try:
             new = NewSnapshot(entry.namespace, entry.tokens, entry.capture, entry.kind)
-            self._save(new, entry, patient=patient)
+            self._save(new, entry, timeout_s)
         except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
 
     def flush(self, timeout_s: float | None) -> None:
         """Write what is not written yet, and wait until it is durable."""
+        left = deadline(timeout_s)
         if self._write == "back":
             for entry in self._memory.unsaved():
-                self._write_back(entry, patient=True)
-        self._writer.flush(timeout_s)
+                self._write_back(entry, left())
+        self._writer.flush(left())

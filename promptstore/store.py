@@ -73,6 +73,8 @@ class PromptStore:
             timeout_s=insert_timeout_s,
         )
         memory.on_evict = self._saver.save_evicted
+        if disk is not None:
+            disk.on_replaced = memory.forget_disk
         self._pid = os.getpid()
         self._closed = False
         # A daemon thread dies with the interpreter; what is queued must not.
@@ -282,8 +284,8 @@ class PromptStore:
     ) -> Explanation:
         """Say what a match would give, and why no more; changes nothing."""
         self._require_open()
-        usable = as_tokens(tokens)[:-1]
-        n_memory, look_up, reason = self._matcher.explain(namespace, usable, like)
+        ids = as_tokens(tokens)
+        n_memory, look_up, reason = self._matcher.explain(namespace, ids, like)
         chain = look_up.found.chain if look_up is not None else ()
         nearest = self._info(chain[-1]) if chain else None
         n_disk = look_up.plan.n_tokens if look_up is not None else 0
@@ -373,7 +375,8 @@ class PromptStore:
     def delete(self, id_or_label: str) -> int:
         """Delete a snapshot and all that continues it, from both tiers.
 
-        Pins do not protect from this. What it shares with other prompts stays.
+        That includes prompts that only begin like it and were stored after it, since
+        they hold no more than what they add. Pins do not protect from this.
 
         Returns:
             How many snapshots were deleted.
@@ -385,7 +388,7 @@ class PromptStore:
         self._writer.wait()
         for row in rows:
             namespace, _ = disk.index.describe(row.layout)
-            self._memory.remove(namespace, disk.index.tokens_of(row), row.start)
+            self._memory.remove(namespace, disk.index.tokens_of(row), row.end - 1)
         return len(disk.remove(row.id for row in rows))
 
     def forget(self, namespace: Namespace, tokens: Any) -> int:
@@ -398,15 +401,14 @@ class PromptStore:
             How many snapshots were deleted.
         """
         self._require_open()
-        usable = as_tokens(tokens)[:-1]
+        ids = as_tokens(tokens)
         self._writer.wait()
-        row = None
-        if self._disk is not None and not self._disk.read_only:
-            look_up, _ = self._disk.look_up(namespace, usable, lambda _: True)
-            if look_up is not None and look_up.plan.pieces:
-                row = look_up.plan.pieces[-1].row
-        self._memory.remove(namespace, usable, row.start if row is not None else 0)
-        return len(self._disk.remove([row.id])) if self._disk and row else 0
+        n_memory, look_up, _ = self._matcher.explain(namespace, ids, None)
+        n_disk = look_up.plan.n_tokens if look_up is not None else 0
+        self._memory.remove(namespace, ids, max(n_memory, n_disk) - 1)
+        if self._disk is None or self._disk.read_only or look_up is None or not n_disk:
+            return 0
+        return len(self._disk.remove([look_up.plan.pieces[-1].row.id]))
 
     def evict(self, *, to_bytes: int) -> None:
         """Evict, least recently used first, until each tier is within *to_bytes*."""

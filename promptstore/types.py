@@ -14,7 +14,6 @@ from promptstore import identity
 
 Source = Literal["memory", "disk", "miss"]
 Kind = Literal["system", "user", "assistant"]
-KINDS: tuple[Kind, ...] = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Writer:
         while (job := self._next()) is not None:
             try:
                 job.run()
-            except Exception as error:  # one of two places that may: flush raises it
+            except Exception as error:  # one of five places that may: flush raises it
                 self.fail(error)
             done, job = job.nbytes, None  # drop what the job kept alive first
             with self._changed:

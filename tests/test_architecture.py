@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"disk", "errors", "index", "layers", "snapshot", "types"},
     "counters": {"errors", "types"},
     "matching": {
-        "codecs", "counters", "disk", "errors", "memory", "restore", "resume",
+        "codecs", "counters", "disk", "errors", "index", "memory", "restore", "resume",
         "tokens", "types", "writer",
     },
     "saving": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -27,6 +28,7 @@ from promptstore.index import (
     ParentGone,
     Row,
     prepare,
+    search,
 )
 from promptstore.index.rows import pack, unpack
 from promptstore.index.search import Search
@@ -95,7 +97,10 @@ def ids(of: Sequence[int]) -> Tokens:
 def new_row(
     layout: Layout, prompt: Sequence[int], parent: int | None, start: int, **more: Any
 ) -> NewRow:
+    ttl_s = more.pop("ttl_s", None)
+    lives_ns = None if ttl_s is None else int(ttl_s * 1e9)
     return NewRow(
+        expires_ns=None if lives_ns is None else time.time_ns() + lives_ns,
         name=f"{next(_numbers):032x}",
         layout=layout,
         parent=parent,
@@ -112,8 +117,12 @@ def add(index: Index, layout: Layout, prompt: Sequence[int], **more: Any) -> Row
     """Add what is new of *prompt* where it belongs, as the disk tier does."""
     found = index.find(layout, ids(prompt))
     parent = found.chain[-1].id if found.chain else None
+    label, pinned = more.pop("label", None), more.pop("pinned", False)
     new = new_row(layout, prompt, parent, found.n_tokens, **more)
     index.add(new)
+    (row,) = index.named(new.name)
+    if label is not None or pinned:
+        index.mark(row, label=label, pinned=pinned)
     (row,) = index.named(new.name)
     return row
 
@@ -525,7 +534,7 @@ def test_what_has_expired_is_not_found(
     """From the very moment on, nothing is served from it, and the reason is told."""
     prompt = tokens(600)
     row = add(index, layout, prompt, ttl_s=10)
-    assert row.expires_ns == row.created_ns + 10 * SECOND
+    assert row.expires_ns is not None
     clock.now = row.expires_ns - 2
     assert n_found(index, layout, prompt) == 600
     clock.now = row.expires_ns - 1
@@ -608,14 +617,12 @@ def test_a_row_has_what_it_was_given(
         nbytes=12345,
         checksums=bytes(range(64)),
         kind="system",
-        label="a label",
-        pinned=True,
-        ttl_s=1.5,
         extent=EXTENT,
     )
+    new = dataclasses.replace(new, expires_ns=clock.now + 1_500_000_000)
     index.add(new)
     now = clock.now
-    (row,) = index.named("a label")
+    (row,) = index.named(new.name)
     expected = {
         "name": new.name,
         "layout": layout.id,
@@ -626,11 +633,11 @@ def test_a_row_has_what_it_was_given(
         "nbytes": 12345,
         "checksums": bytes(range(64)),
         "kind": "system",
-        "label": "a label",
-        "pinned": True,
+        "label": None,
+        "pinned": False,
         "created_ns": now,
         "used_ns": now,
-        "expires_ns": now + 1_500_000_000,
+        "expires_ns": new.expires_ns,
         "hits": 0,
     }
     assert expected == {name: getattr(row, name) for name in expected}
@@ -663,7 +670,7 @@ def test_the_same_prompt_twice_is_a_duplicate(index: Index, layout: Layout) -> N
     index.add(new_row(layout, prompt, None, 0))
     labelled = add(index, layout, tokens(9, seed=1), label="taken", pinned=True)
     with pytest.raises(Duplicate):
-        index.add(new_row(layout, prompt, None, 0, label="taken"))
+        index.add(new_row(layout, prompt, None, 0))
     (row,) = index.named("taken")
     assert (row.name, row.pinned) == (labelled.name, True)
     assert index.n_snapshots() == 2
@@ -758,24 +765,41 @@ def test_labels_are_not_patterns(index: Index, layout: Layout) -> None:
 def test_mark_gives_what_a_repeated_insert_asks_for(
     index: Index, layout: Layout, clock: Clock
 ) -> None:
-    """Label, pin and time to live are added; what is not asked for is kept."""
+    """Label and pin are added; what is not asked for is kept."""
     row = add(index, layout, tokens(300))
-    index.mark(row, label=None, pinned=False, ttl_s=None)
-    assert (row.label, row.pinned, row.expires_ns) == (None, False, None)
-    index.mark(row, label="a", pinned=True, ttl_s=5)
-    expires_ns = clock.now + 5 * SECOND
+    index.mark(row, label=None, pinned=False)
+    assert (row.label, row.pinned) == (None, False)
+    index.mark(row, label="a", pinned=True)
     (row,) = index.named("a")
-    assert (row.label, row.pinned, row.expires_ns) == ("a", True, expires_ns)
-    index.mark(row, label=None, pinned=False, ttl_s=None)
+    assert (row.label, row.pinned) == ("a", True)
+    index.mark(row, label=None, pinned=False)
     (row,) = index.named("a")
-    assert (row.label, row.pinned, row.expires_ns) == ("a", True, expires_ns)
+    assert (row.label, row.pinned) == ("a", True)
     assert (row.used_ns, row.hits) == (clock.now, 0)
+
+
+def test_a_life_is_only_prolonged(index: Index, layout: Layout, clock: Clock) -> None:
+    """A snapshot lives as long as the longest-lived prompt that it holds."""
+    row = add(index, layout, tokens(300), ttl_s=10)
+    kept = add(index, layout, tokens(300, seed=1))
+    first_ns, later_ns = row.expires_ns, clock.now + 20 * SECOND
+    for expires_ns, expected in (
+        (clock.now + 5 * SECOND, first_ns),
+        (later_ns, later_ns),
+        (None, None),
+        (clock.now + 5 * SECOND, None),
+    ):
+        index.prolong([row, kept], expires_ns)
+        assert {r.name: r.expires_ns for r in index.rows()} == {
+            row.name: expected,
+            kept.name: None,
+        }
 
 
 def test_mark_with_its_own_label_keeps_the_pin(index: Index, layout: Layout) -> None:
     """A label that is asked for again is not taken away from its own prompt."""
     row = add(index, layout, tokens(300), label="a", pinned=True)
-    index.mark(row, label="a", pinned=False, ttl_s=None)
+    index.mark(row, label="a", pinned=False)
     assert [(r.name, r.pinned) for r in index.named("a")] == [(row.name, True)]
 
 
@@ -783,7 +807,7 @@ def test_mark_takes_a_label_from_another(index: Index, layout: Layout) -> None:
     """A label that moves to a stored prompt leaves the other without its pin."""
     old = add(index, layout, tokens(300), label="a", pinned=True)
     row = add(index, layout, tokens(300, seed=1), label="b")
-    index.mark(row, label="a", pinned=False, ttl_s=None)
+    index.mark(row, label="a", pinned=False)
     rows = {r.name: (r.label, r.pinned) for r in index.rows()}
     assert rows == {old.name: (None, False), row.name: ("a", False)}
     assert index.named("b") == []
@@ -1012,14 +1036,14 @@ def test_a_look_up_sees_one_state(
     add(index, layout, tokens(300))
     leaf = add(index, layout, tokens(600))
     other = Index(path)
-    ancestors = Search._ancestors
+    ancestors = search.ancestors
 
-    def remove_then_go_on(self: Search, id_: int | None) -> list[Row]:
+    def remove_then_go_on(db: sqlite3.Connection, id_: int) -> list[Row]:
         other.remove([leaf.id])
-        return ancestors(self, id_)
+        return ancestors(db, id_)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Search, "_ancestors", remove_then_go_on)
+        patch.setattr(search, "ancestors", remove_then_go_on)
         assert n_found(index, layout, tokens(600)) == 600
     assert n_found(index, layout, tokens(600)) == 300
     other.close()

@@ -897,21 +897,56 @@ def test_pins_protect_a_chain_from_eviction(open_store: Open) -> None:
 def test_a_ttl_forgets_a_prompt_and_what_continues_it(
     open_store: Open, clock: Clock, memory_bytes: int
 ) -> None:
-    """After its time neither tier serves it; what it continues remains."""
+    """After its time neither tier serves it; what it continues remains, and what
+    parts from it and was not given a time."""
     store = open_store(memory_bytes=memory_bytes)
-    ids = tokens(300)
+    ids = tokens(200)
+    parting = [*ids[:150], *tokens(80, seed=3)]
     store.insert(NS, ids[:100], kv_of(ids[:100]), kind="system")
-    store.insert(NS, ids[:200], kv_of(ids[:200]), kind="system", ttl_s=60)
-    store.insert(NS, ids, kv_of(ids))
+    store.insert(NS, ids, kv_of(ids), kind="system", ttl_s=60)
+    store.insert(NS, parting, kv_of(parting), kind="system")
     store.flush()
     clock.ahead_s = 59
-    assert ask(store, ids).n_tokens == 300
+    assert ask(store, ids).n_tokens == 200
+    assert ask(store, parting).n_tokens == 230
     clock.ahead_s = 61
-    assert ask(store, ids).n_tokens == 100
+    assert ask(store, ids).n_tokens == 150
+    assert ask(store, parting).n_tokens == 230
     other = tokens(100, seed=5)
     store.insert(NS, other, kv_of(other))
     store.flush()
-    assert sorted(info.end for info in store.snapshots()) == [100, 100]
+    assert sorted(info.end for info in store.snapshots()) == [100, 100, 230]
+
+
+def test_a_prompt_that_lives_on_is_not_taken_along(
+    open_store: Open, clock: Clock
+) -> None:
+    """One token shared with a prompt that is forgotten does not cost another."""
+    store = open_store()
+    first, second = [1, *tokens(99, seed=1)], [1, *tokens(99, seed=2)]
+    store.insert(NS, first, kv_of(first), ttl_s=60)
+    store.insert(NS, second, kv_of(second), label="kept", pin=True)
+    store.flush()
+    clock.ahead_s = 61
+    other = tokens(100, seed=5)
+    store.insert(NS, other, kv_of(other))
+    store.flush()
+    assert n_disk(store, second) == 100
+    assert n_disk(store, first) == 1
+
+
+def test_an_insert_without_ttl_makes_a_prompt_stay(
+    open_store: Open, clock: Clock
+) -> None:
+    """Stored again for good, a prompt with a time to live is kept."""
+    store = open_store()
+    ids = tokens(100)
+    store.insert(NS, ids, kv_of(ids), ttl_s=60)
+    store.insert(NS, ids, kv_of(ids))
+    store.flush()
+    clock.ahead_s = 61
+    assert n_disk(store, ids) == 100
+    assert store.stats().n_snapshots == 1
 
 
 def test_a_ttl_holds_without_a_disk_tier(open_store: Open, clock: Clock) -> None:
@@ -1135,6 +1170,7 @@ def test_prefetch_reads_ahead(
     store.prefetch(NS, [2000, 1])
     store.prefetch(NS, [])
     assert store.stats() == before
+    store._disk._ahead.shutdown()
     store.close()
     needed = {path.stem for path in files(root)} - {
         info.id for info in open_store().snapshots() if info.end == 100

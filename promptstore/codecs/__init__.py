@@ -14,7 +14,7 @@ from promptstore.codecs.cache import (
     unknown_classes,
 )
 from promptstore.codecs.codec import Codec, LayerKind
-from promptstore.codecs.table import codec_by_tag, codec_of
+from promptstore.codecs.table import codec_by_tag, codec_of, has_tag
 
 __all__ = [
     "Codec",
@@ -27,6 +27,7 @@ __all__ = [
     "cut",
     "describe",
     "fits",
+    "has_tag",
     "leaves_of",
     "n_cached",
     "rebuild",

@@ -56,6 +56,11 @@ def codec_of(layer: Any) -> Codec | None:
     return codec
 
 
+def has_tag(tag: str) -> bool:
+    """Whether a *tag* read from a file has a codec."""
+    return tag in _CODEC_BY_TAG
+
+
 def codec_by_tag(tag: str) -> Codec:
     """Return the codec of a *tag* read from a file.
 

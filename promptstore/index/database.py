@@ -102,15 +102,21 @@ def _create(path: Path) -> None:
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
-    # A WAL database in a directory that cannot be written opens only as immutable.
+    modes = ["mode=ro"]
+    if not os.access(path.parent, os.W_OK):
+        # A WAL database whose directory cannot be written opens only as immutable.
+        modes.append("mode=ro&immutable=1")
     error: Exception | None = None
-    for mode in ("mode=ro", "mode=ro&immutable=1"):
+    for mode in modes:
         uri = f"{path.absolute().as_uri()}?{mode}"
+        db = None
         try:
             db = _configure(sqlite3.connect(uri, uri=True, **_OPTIONS))
             db.execute("select 1 from sqlite_master").fetchone()
         except sqlite3.Error as failure:
             error = failure
+            if db is not None:
+                db.close()
             continue
         return db
     raise _unavailable(path, "cannot be read", error)

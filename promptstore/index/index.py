@@ -16,8 +16,8 @@ import numpy as np
 
 from promptstore import prefix
 from promptstore.index.database import connect, refuse_newer
-from promptstore.index.rows import Layout, NewRow, Row, expires_ns, pack, select
-from promptstore.index.search import Found, Search
+from promptstore.index.rows import Layout, NewRow, Row, pack, select
+from promptstore.index.search import Found, Search, ancestors
 from promptstore.tokens import Tokens
 from promptstore.types import Namespace
 
@@ -65,12 +65,21 @@ class Index:
         digest = namespace.digest
         return [Layout(id_, prefix.seed(digest, text), text) for id_, text in rows]
 
-    def find(self, layout: Layout, tokens: Tokens) -> Found:
-        """Return the longest stored prefix of *tokens*, compared id by id."""
+    def find(
+        self, layout: Layout, tokens: Tokens, until_ns: float | None = None
+    ) -> Found:
+        """Return the longest stored prefix of *tokens*, compared id by id.
+
+        Args:
+            layout: In which tree.
+            tokens: The ids.
+            until_ns: Until when the snapshots must live. Default: now.
+        """
+        until_ns = time.time_ns() if until_ns is None else until_ns
         with self._lock:
             self._db.execute("begin")  # one view of the tree for all its steps
             try:
-                search = Search(self._db, layout, tokens)
+                search = Search(self._db, layout, tokens, until_ns)
                 return search.run_whole() if layout.is_whole else search.run()
             finally:
                 self._db.execute("commit")
@@ -113,19 +122,23 @@ class Index:
         return str(found[0][0]) if found else None
 
     def tokens_of(self, row: Row) -> Tokens:
-        """Return all the tokens ``[0, end)`` that the chain of a snapshot holds."""
-        tokens, parent, start = row.tokens, row.parent, row.start
-        while parent is not None:
-            (above,) = self._rows("where id = ?", parent)
-            tokens = np.concatenate([above.tokens[: start - above.start], tokens])
-            parent, start = above.parent, above.start
-        return tokens
+        """Return all the tokens ``[0, end)`` that the chain of a snapshot holds.
+
+        Shorter if what it continues has gone meanwhile.
+        """
+        with self._lock:
+            chain = ancestors(self._db, row.id)
+        if not chain:
+            return row.tokens[:0]
+        ends = [above.start for above in chain[1:]] + [row.end]
+        parts = [r.tokens[: hi - r.start] for r, hi in zip(chain, ends, strict=True)]
+        return np.concatenate(parts)
 
     def end_digest(self, row: Row) -> str:
         """Return the digest of a snapshot's end, in hexadecimal."""
         query = "select end_digest from snapshots where id = ?"
-        ((digest,),) = self._all(query, row.id)
-        return bytes(digest).hex()
+        found = self._all(query, row.id)
+        return bytes(found[0][0]).hex() if found else ""
 
     def protected_nbytes(self, spare: frozenset[int]) -> int:
         """Return the bytes of what no eviction takes: pinned snapshots and those to
@@ -212,12 +225,11 @@ class Index:
         with self.transaction():
             if new.parent is not None and not self._exists(new.parent, start):
                 raise ParentGone
-            self._release_label(new.layout.id, new.label)
             done = self._db.execute(
                 "insert into snapshots (name, layout, parent, start_token, end_token, "
                 "first_token, tokens, extent, end_digest, nbytes, checksums, kind, "
-                "label, pinned, created_ns, used_ns, expires_ns) "
-                "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "created_ns, used_ns, expires_ns) "
+                "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 "on conflict (layout, end_digest, start_token = end_token) do nothing",
                 (
                     new.name,
@@ -232,11 +244,9 @@ class Index:
                     new.nbytes,
                     new.checksums,
                     new.kind,
-                    new.label,
-                    new.pinned,
                     now,
                     now,
-                    expires_ns(new.ttl_s, now),
+                    new.expires_ns,
                 ),
             )
             if not done.rowcount:
@@ -251,20 +261,24 @@ class Index:
             )
         return id_
 
-    def mark(
-        self, row: Row, *, label: str | None, pinned: bool, ttl_s: float | None
-    ) -> None:
+    def mark(self, row: Row, *, label: str | None, pinned: bool) -> None:
         """Give an existing snapshot what a repeated insert asks for."""
-        now = time.time_ns()
         with self.transaction():
             if label is not None and label != row.label:
                 self._release_label(row.layout, label)
             self._db.execute(
                 "update snapshots set label = coalesce(?, label), "
-                "pinned = max(pinned, ?), used_ns = max(used_ns, ?), "
-                "expires_ns = case when ? is null then expires_ns else ? end "
-                "where id = ?",
-                (label, pinned, now, ttl_s, expires_ns(ttl_s, now), row.id),
+                "pinned = max(pinned, ?) where id = ?",
+                (label, pinned, row.id),
+            )
+
+    def prolong(self, rows: Iterable[Row], expires_ns: int | None) -> None:
+        """Let snapshots live at least until then; ``None`` for good."""
+        with self.transaction():
+            self._db.executemany(
+                "update snapshots set expires_ns = case when ?1 is null then null "
+                "else max(expires_ns, ?1) end where id = ?2 and expires_ns is not null",
+                [(expires_ns, row.id) for row in rows],
             )
 
     def set_pinned(self, ids: Iterable[int], pinned: bool) -> None:
@@ -374,7 +388,7 @@ class Index:
         )
         return self._db.execute(query, (id_, start, start)).fetchone() is not None
 
-    def _release_label(self, layout: int, label: str | None) -> None:
+    def _release_label(self, layout: int, label: str) -> None:
         """Take a label, and the pin that came with it, from whoever has it."""
         self._db.execute(
             "update snapshots set label = null, pinned = 0 "

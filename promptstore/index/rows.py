@@ -68,9 +68,7 @@ class NewRow:
     nbytes: int
     checksums: bytes
     kind: str
-    label: str | None = None
-    pinned: bool = False
-    ttl_s: float | None = None
+    expires_ns: int | None = None
 
 
 _FIELDS = tuple(field.name for field in fields(Row))
@@ -101,7 +99,3 @@ def pack(tokens: Tokens) -> bytes:
 def unpack(blob: bytes, n_tokens: int) -> Tokens:
     dtype = "<i4" if len(blob) == 4 * n_tokens else "<i8"
     return np.frombuffer(blob, dtype)
-
-
-def expires_ns(ttl_s: float | None, now: int) -> int | None:
-    return None if ttl_s is None else now + int(ttl_s * 1e9)

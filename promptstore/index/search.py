@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from dataclasses import dataclass
 
 from promptstore import prefix
@@ -40,15 +39,19 @@ class Found:
 class Search:
     """One look-up: boundary, then its ancestors, then down from there."""
 
-    def __init__(self, db: sqlite3.Connection, layout: Layout, tokens: Tokens) -> None:
+    def __init__(
+        self, db: sqlite3.Connection, layout: Layout, tokens: Tokens, until_ns: float
+    ) -> None:
         self._db = db
         self._layout = layout
         self._tokens = tokens
-        self._now = time.time_ns()
+        self._until_ns = until_ns
 
     def run(self) -> Found:
+        if self._has_mortals():  # prompts that begin alike may stand side by side
+            return self._descend([], 0, False)
         owner = self._deepest_owner()
-        chain = self._ancestors(owner) if owner is not None else []
+        chain = ancestors(self._db, owner) if owner is not None else []
         position, expired = 0, False
         for index, row in enumerate(chain):
             hi = chain[index + 1].start if index + 1 < len(chain) else row.end
@@ -78,6 +81,10 @@ class Search:
                 if self._shared(row, end) == end and not self._is_expired(row):
                     return Found(end, (row,))
         return Found()
+
+    def _has_mortals(self) -> bool:
+        query = "select 1 from snapshots where expires_ns is not null limit 1"
+        return self._db.execute(query).fetchone() is not None
 
     def _descend(self, chain: list[Row], position: int, expired: bool) -> Found:
         if chain and not expired:  # the last one may go on where its child did not
@@ -124,17 +131,6 @@ class Search:
         ).fetchone()
         return found[0] if found else None
 
-    def _ancestors(self, id_: int) -> list[Row]:
-        """Return a snapshot and all that it continues, from the root."""
-        rows = select(
-            self._db,
-            "where id in (with recursive up (id) as (select ? union all "
-            "select parent from snapshots join up using (id) where parent is not null) "
-            "select id from up)",
-            id_,
-        )
-        return sorted(rows, key=lambda row: row.id)  # a parent's id is the smaller
-
     def _best_child(self, parent: int | None, position: int) -> Row | None:
         children = select(
             self._db,
@@ -144,8 +140,12 @@ class Search:
             position,
             int(self._tokens[position]),
         )
-        # More than one only where processes raced: any is right, the longest best.
-        return max(children, key=lambda row: self._shared(row, row.end), default=None)
+        # More than one where lives differ or processes raced: the longest is best.
+        return max(
+            children,
+            key=lambda row: (not self._is_expired(row), self._shared(row, row.end)),
+            default=None,
+        )
 
     def _continues(self, chain: list[Row], position: int) -> bool:
         last = chain[-1] if chain else None
@@ -164,4 +164,16 @@ class Search:
         return n_common(own, self._tokens[row.start :])
 
     def _is_expired(self, row: Row) -> bool:
-        return row.expires_ns is not None and row.expires_ns <= self._now
+        return row.expires_ns is not None and row.expires_ns <= self._until_ns
+
+
+def ancestors(db: sqlite3.Connection, id_: int) -> list[Row]:
+    """Return a snapshot and all that it continues, from the root."""
+    rows = select(
+        db,
+        "where id in (with recursive up (id) as (select ? union all "
+        "select parent from snapshots join up using (id) where parent is not null) "
+        "select id from up)",
+        id_,
+    )
+    return sorted(rows, key=lambda row: row.id)  # a parent's id is the smaller
