@@ -75,7 +75,7 @@ wheel-test: model
 	  "$$(echo dist/*.whl)[$(EXTRAS)]"
 	dir=$$(mktemp -d) && trap "rm -rf '$$dir'" EXIT && \
 	  cp -R tests tools pyproject.toml "$$dir" && cd "$$dir" && unset PYTHONPATH && \
-	  $(RUN) $(CURDIR)/.venv-wheel/bin/pytest $(ARGS)
+	  $(RUN) $(CURDIR)/.venv-wheel/bin/pytest -n auto $(ARGS)
 
 bench: model
 	$(RUN) $(BIN)/python tools/bench_store.py $(ARGS)
