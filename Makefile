@@ -54,7 +54,7 @@ endif
 	@$(RUN) $(BIN)/python tools/demo.py --model $(MODEL) $(ARGS)
 
 test: model
-	$(RUN) $(BIN)/pytest $(ARGS)
+	$(RUN) $(BIN)/pytest -n auto $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(CODE)
