@@ -97,8 +97,8 @@ class Matcher:
         """
         usable = ids[:-1]
         while (usable < 0).any():
-            n_tokens = self._n_matchable(namespace, usable, like)
-            start = run_start(ids, n_tokens)
+            n_tokens, follows = self._n_matchable(namespace, usable, like)
+            start = run_start(ids, n_tokens, follows)
             if start == n_tokens:
                 break
             usable = usable[:start]
@@ -106,16 +106,23 @@ class Matcher:
 
     def _n_matchable(
         self, namespace: Namespace, usable: Tokens, like: Sequence[Any] | None
-    ) -> int:
-        n_tokens, entry = self._best_entry(namespace, usable, like, touch=False)
+    ) -> tuple[int, int | None]:
+        """Return how much of *usable* can be matched, and which id follows there in
+        what is stored."""
+        n_memory, entry = self._best_entry(namespace, usable, like, touch=False)
+        follows = None
         if entry is not None:
             self._memory.release(entry)
+            follows = _id_at(entry.tokens, n_memory)
         try:
-            look_up, _ = self._look_up(namespace, usable, n_tokens, len(usable), like)
+            look_up, _ = self._look_up(namespace, usable, n_memory, len(usable), like)
         except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
-            return n_tokens
-        return max(n_tokens, look_up.plan.n_tokens if look_up is not None else 0)
+            return n_memory, follows
+        if look_up is None or look_up.plan.n_tokens <= n_memory:
+            return n_memory, follows
+        n_disk, last = look_up.plan.n_tokens, look_up.found.chain[-1]
+        return n_disk, _id_at(last.tokens, n_disk - last.start)
 
     def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
         own = entry.capture
@@ -218,6 +225,10 @@ class Matcher:
             self._disk.save_uses()
         except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
+
+
+def _id_at(tokens: Tokens, position: int) -> int | None:
+    return int(tokens[position]) if 0 <= position < len(tokens) else None
 
 
 def _entry_fits(entry: Entry, like: Sequence[Any] | None) -> bool:

@@ -98,12 +98,19 @@ def n_common(a: Tokens, b: Tokens) -> int:
     return first if n and differs[first] else n
 
 
-def run_start(tokens: Tokens, position: int) -> int:
+def run_start(tokens: Tokens, position: int, follows: int | None = None) -> int:
     """Return where the run of one negative id that *position* cuts begins.
 
     A position that cuts none is returned as it is.
+
+    Args:
+        tokens: The ids.
+        position: Where they are cut.
+        follows: An id that stands there in another sequence with the same beginning.
     """
-    if not 0 < position < len(tokens) or tokens[position] >= 0:
+    last = int(tokens[position - 1]) if position else 0
+    after = {follows, *tokens[position : position + 1].tolist()}
+    if last >= 0 or last not in after:
         return position
-    before = np.flatnonzero(tokens[:position] != tokens[position])
+    before = np.flatnonzero(tokens[:position] != last)
     return int(before[-1]) + 1 if len(before) else 0
