@@ -1,7 +1,6 @@
 """How each kind of cache layer is taken apart and put together again."""
 
 from promptstore.codecs.cache import (
-    Leaf,
     clone,
     copy_state,
     cut,
@@ -13,7 +12,7 @@ from promptstore.codecs.cache import (
     take_apart,
     unknown_classes,
 )
-from promptstore.codecs.codec import Codec, LayerKind
+from promptstore.codecs.codec import Codec, LayerKind, Leaf
 from promptstore.codecs.table import codec_by_tag, codec_of, has_tag
 
 __all__ = [

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from promptstore.buffers import dtype_name, empty, plain
-from promptstore.codecs.codec import Codec
+from promptstore.codecs.codec import Codec, Leaf
 from promptstore.codecs.table import (
     COMPOSITE,
     class_of,
@@ -20,24 +19,6 @@ from promptstore.codecs.table import (
 )
 from promptstore.errors import NotCovered
 from promptstore.layers import DRAFT, Layer, Layers
-from promptstore.ranges import Run
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A live leaf layer, taken apart.
-
-    Args:
-        arrays: Its row parts, as they are.
-        runs: Where the rows of the tokens lie.
-        ring: How its window lies.
-        state: Its other arrays by name.
-    """
-
-    arrays: list[mx.array]
-    runs: tuple[Run, ...]
-    ring: int | None
-    state: dict[str, mx.array]
 
 
 def leaves_of(cache: Sequence[Any]) -> Iterator[Any]:
@@ -155,7 +136,7 @@ def _rebuild(layer: Layer, supply: Iterator[Leaf], n_tokens: int) -> Any:
         return composite(*(_rebuild(x, supply, n_tokens) for x in layer.inner))
     codec, leaf = codec_by_tag(layer.tag), next(supply)
     cls = class_of(codec)
-    return codec.build(cls, layer, n_tokens, leaf.arrays, leaf.ring, leaf.state)
+    return codec.build(cls, layer, n_tokens, leaf)
 
 
 def clone(cache: Sequence[Any]) -> list[Any]:
@@ -177,7 +158,7 @@ def _clone(layer: Any) -> Any:
     ((codec, leaf),) = _codecs([layer])
     rows = [mx.contiguous(array) for array in codec.arrays(leaf)]
     twin = copy.copy(leaf)
-    codec.attach(twin, rows, copy_state(codec.state(leaf)))
+    codec.attach(twin, Leaf(rows, state=copy_state(codec.state(leaf))))
     return twin
 
 

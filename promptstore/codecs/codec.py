@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
@@ -11,6 +12,23 @@ from promptstore.layers import Layer, RowPart
 from promptstore.ranges import Ranges, Run
 
 LayerKind = Literal["full", "window", "state"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A live leaf layer, taken apart.
+
+    Args:
+        arrays: Its row parts, as they are.
+        runs: Where the rows of the tokens lie.
+        ring: How its window lies.
+        state: Its other arrays by name.
+    """
+
+    arrays: list[mx.array]
+    runs: tuple[Run, ...] = ()
+    ring: int | None = None
+    state: dict[str, mx.array] = field(default_factory=dict)
 
 
 class Codec:
@@ -60,10 +78,8 @@ class Codec:
         """Return the arrays that are a function of all tokens."""
         return {}
 
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer these row parts and this state instead of its own."""
+    def attach(self, layer: Any, leaf: Leaf) -> None:
+        """Give a live layer the row parts and the state of *leaf* for its own."""
         raise NotImplementedError
 
     def cut(self, layer: Any, n_tokens: int) -> None:
@@ -80,33 +96,38 @@ class Codec:
         """Return how many rows to allocate, and where the needed ones go."""
         return 0, ()
 
-    def build(
-        self,
-        cls: type[Any],
-        layer: Layer,
-        n_tokens: int,
-        arrays: list[mx.array],
-        ring: int | None,
-        state: dict[str, mx.array],
-    ) -> Any:
-        """Return a live layer of *n_tokens* on arrays, which become its own."""
+    def build(self, cls: type[Any], layer: Layer, n_tokens: int, leaf: Leaf) -> Any:
+        """Return a live layer of *n_tokens* on the arrays of *leaf*, now its own."""
         raise NotImplementedError
 
 
-def keys_and_values(codec: Codec, layer: Any, names: tuple[str, ...]) -> Layer:
-    """Return the description of a layer of row parts.
+class RowsCodec(Codec):
+    """A layer of keys and values, one row a token."""
 
-    Raises:
-        ValueError: It holds more than one sequence.
-    """
-    arrays = codec.arrays(layer)
-    if any(array.shape[0] != 1 for array in arrays):
-        raise ValueError(
-            f"a {codec.class_name} of {arrays[0].shape[0]} sequences cannot be "
-            "stored; extract one sequence from the batch first"
+    part_names: ClassVar[tuple[str, ...]] = ("keys", "values")
+
+    def describe(self, layer: Any) -> Layer:
+        """Return the description of a *layer* that holds at least one token.
+
+        Raises:
+            ValueError: It holds more than one sequence.
+        """
+        arrays = self.arrays(layer)
+        if any(array.shape[0] != 1 for array in arrays):
+            raise ValueError(
+                f"a {self.class_name} of {arrays[0].shape[0]} sequences cannot be "
+                "stored; extract one sequence from the batch first"
+            )
+        parts = (
+            RowPart(name, array.shape[1], array.shape[3], dtype_name(array))
+            for name, array in zip(self.part_names, arrays, strict=True)
         )
-    parts = (
-        RowPart(name, array.shape[1], array.shape[3], dtype_name(array))
-        for name, array in zip(names, arrays, strict=True)
-    )
-    return Layer(codec.tag, tuple(parts), codec.settings(layer))
+        return Layer(self.tag, tuple(parts), self.settings(layer))
+
+    def arrays(self, layer: Any) -> list[mx.array]:
+        """Return the row parts of *layer* as they are."""
+        return [layer.keys, layer.values]
+
+    def attach(self, layer: Any, leaf: Leaf) -> None:
+        """Give a live layer the row parts of *leaf* for its own."""
+        layer.keys, layer.values = leaf.arrays

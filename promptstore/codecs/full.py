@@ -6,16 +6,16 @@ them is padding, or rows that were trimmed away, and is neither stored nor copie
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
-from promptstore.codecs.codec import Codec, keys_and_values
+from promptstore.codecs.codec import Leaf, RowsCodec
 from promptstore.layers import Layer
 from promptstore.ranges import Ranges, Run
 
 
-class FullCodec(Codec):
+class FullCodec(RowsCodec):
     """``KVCache``: keys and values in a buffer that grows by steps of 256.
 
     Source: mlx-lm 0.32.2 ``KVCache``; ``state`` is the padded buffer since mlx-lm
@@ -25,27 +25,12 @@ class FullCodec(Codec):
     tag = "full/1"
     class_name = "KVCache"
     kind = "full"
-    part_names: ClassVar[tuple[str, ...]] = ("keys", "values")
 
     def length(self, layer: Any) -> int:
         """Return the tokens that *layer* holds."""
         if layer.keys is None:
             return 0
         return min(int(layer.offset), int(self.arrays(layer)[0].shape[2]))
-
-    def describe(self, layer: Any) -> Layer:
-        """Return the description of a *layer* that holds at least one token."""
-        return keys_and_values(self, layer, self.part_names)
-
-    def arrays(self, layer: Any) -> list[mx.array]:
-        """Return the row parts of *layer*, padded as they are."""
-        return [layer.keys, layer.values]
-
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer these row parts instead of its own."""
-        layer.keys, layer.values = arrays
 
     def cut(self, layer: Any, n_tokens: int) -> None:
         """Drop all but the first *n_tokens* of *layer*."""
@@ -65,18 +50,10 @@ class FullCodec(Codec):
         """Return how many rows to allocate, and where the needed ones go."""
         return room, (Run(0, n_tokens, 0),)
 
-    def build(
-        self,
-        cls: type[Any],
-        layer: Layer,
-        n_tokens: int,
-        arrays: list[mx.array],
-        ring: int | None,
-        state: dict[str, mx.array],
-    ) -> Any:
-        """Return a live layer of *n_tokens* on arrays, which become its own."""
+    def build(self, cls: type[Any], layer: Layer, n_tokens: int, leaf: Leaf) -> Any:
+        """Return a live layer of *n_tokens* on the arrays of *leaf*, now its own."""
         cache = cls(**layer.settings)
-        self.attach(cache, arrays, state)
+        self.attach(cache, leaf)
         self.cut(cache, n_tokens)
         return cache
 
@@ -133,8 +110,6 @@ class QuantizedCodec(FullCodec):
         """Return what the class was constructed with."""
         return {"bits": int(layer.bits), "group_size": int(layer.group_size)}
 
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer these row parts instead of its own."""
-        layer.keys, layer.values = tuple(arrays[:3]), tuple(arrays[3:])
+    def attach(self, layer: Any, leaf: Leaf) -> None:
+        """Give a live layer the row parts of *leaf* for its own."""
+        layer.keys, layer.values = tuple(leaf.arrays[:3]), tuple(leaf.arrays[3:])

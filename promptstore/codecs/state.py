@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from promptstore.codecs.codec import Codec
+from promptstore.codecs.codec import Codec, Leaf
 from promptstore.layers import Layer
 
 _ATTENDED = ("left_padding", "lengths")
@@ -52,27 +52,17 @@ class ArraysCodec(Codec):
         extra = {name: getattr(layer, name) for name in _ATTENDED}
         return slots | {name: a for name, a in extra.items() if a is not None}
 
-    def build(
-        self,
-        cls: type[Any],
-        layer: Layer,
-        n_tokens: int,
-        arrays: list[mx.array],
-        ring: int | None,
-        state: dict[str, mx.array],
-    ) -> Any:
+    def build(self, cls: type[Any], layer: Layer, n_tokens: int, leaf: Leaf) -> Any:
         """Return a live layer with that state."""
         cache = cls(layer.settings["size"])
-        self.attach(cache, arrays, state)
+        self.attach(cache, leaf)
         return cache
 
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer this state instead of its own."""
-        layer.cache = [state.get(str(slot)) for slot in range(len(layer.cache))]
+    def attach(self, layer: Any, leaf: Leaf) -> None:
+        """Give a live layer the state of *leaf* for its own."""
+        layer.cache = [leaf.state.get(str(slot)) for slot in range(len(layer.cache))]
         for name in _ATTENDED:
-            setattr(layer, name, state.get(name))
+            setattr(layer, name, leaf.state.get(name))
 
 
 class CompressedCodec(Codec):
@@ -114,24 +104,14 @@ class CompressedCodec(Codec):
         found = {name: getattr(layer, name) for name in self.names}
         return {name: array for name, array in found.items() if array is not None}
 
-    def build(
-        self,
-        cls: type[Any],
-        layer: Layer,
-        n_tokens: int,
-        arrays: list[mx.array],
-        ring: int | None,
-        state: dict[str, mx.array],
-    ) -> Any:
+    def build(self, cls: type[Any], layer: Layer, n_tokens: int, leaf: Leaf) -> Any:
         """Return a live layer with that state."""
         cache = cls(layer.settings["window_size"])
         cache.offset = n_tokens
-        self.attach(cache, arrays, state)
+        self.attach(cache, leaf)
         return cache
 
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer this state instead of its own."""
+    def attach(self, layer: Any, leaf: Leaf) -> None:
+        """Give a live layer the state of *leaf* for its own."""
         for name in self.names:
-            setattr(layer, name, state.get(name))
+            setattr(layer, name, leaf.state.get(name))

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
-
-from promptstore.codecs.codec import Codec, keys_and_values
+from promptstore.codecs.codec import Leaf, RowsCodec
 from promptstore.errors import NotCovered
 from promptstore.layers import Layer
 from promptstore.ranges import Ranges, Run, union
 
-_NAMES = ("keys", "values")
 
-
-class RotatingCodec(Codec):
+class RotatingCodec(RowsCodec):
     """``RotatingKVCache``: the first *keep* tokens and the last ones, in a ring.
 
     After a prefill the rows lie in the order of the tokens, more than the window of
@@ -39,20 +35,6 @@ class RotatingCodec(Codec):
     def settings(self, layer: Any) -> dict[str, int]:
         """Return what the class was constructed with."""
         return {"max_size": int(layer.max_size), "keep": int(layer.keep)}
-
-    def describe(self, layer: Any) -> Layer:
-        """Return the description of a *layer* that holds at least one token."""
-        return keys_and_values(self, layer, _NAMES)
-
-    def arrays(self, layer: Any) -> list[mx.array]:
-        """Return the row parts of *layer* as they are."""
-        return [layer.keys, layer.values]
-
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer these row parts instead of its own."""
-        layer.keys, layer.values = arrays
 
     def runs(self, layer: Any, n_tokens: int) -> tuple[Run, ...]:
         """Return where the rows of tokens below *n_tokens* lie, as far as held."""
@@ -95,25 +77,17 @@ class RotatingCodec(Codec):
         runs = Run(0, keep, 0), Run(first, middle, index), Run(middle, n_tokens, keep)
         return size, _below(runs, n_tokens)
 
-    def build(
-        self,
-        cls: type[Any],
-        layer: Layer,
-        n_tokens: int,
-        arrays: list[mx.array],
-        ring: int | None,
-        state: dict[str, mx.array],
-    ) -> Any:
-        """Return a live layer of *n_tokens* on arrays, which become its own."""
+    def build(self, cls: type[Any], layer: Layer, n_tokens: int, leaf: Leaf) -> Any:
+        """Return a live layer of *n_tokens* on the arrays of *leaf*, now its own."""
         cache = cls(layer.settings["max_size"], layer.settings["keep"])
-        self.attach(cache, arrays, state)
+        self.attach(cache, leaf)
         cache.offset = n_tokens
-        full = n_tokens > cache.max_size
-        cache._idx = n_tokens if not full else cache.max_size if ring is None else ring
+        full = cache.max_size if leaf.ring is None else leaf.ring
+        cache._idx = full if n_tokens > cache.max_size else n_tokens
         return cache
 
 
-class ChunkedCodec(Codec):
+class ChunkedCodec(RowsCodec):
     """``ChunkedKVCache``: the rows from ``start_position`` on.
 
     Its own ``trim`` stops at ``start_position`` without saying so.
@@ -132,20 +106,6 @@ class ChunkedCodec(Codec):
     def settings(self, layer: Any) -> dict[str, int]:
         """Return what the class was constructed with."""
         return {"chunk_size": int(layer.chunk_size)}
-
-    def describe(self, layer: Any) -> Layer:
-        """Return the description of a *layer* that holds at least one token."""
-        return keys_and_values(self, layer, _NAMES)
-
-    def arrays(self, layer: Any) -> list[mx.array]:
-        """Return the row parts of *layer* as they are."""
-        return [layer.keys, layer.values]
-
-    def attach(
-        self, layer: Any, arrays: list[mx.array], state: dict[str, mx.array]
-    ) -> None:
-        """Give a live layer these row parts instead of its own."""
-        layer.keys, layer.values = arrays
 
     def runs(self, layer: Any, n_tokens: int) -> tuple[Run, ...]:
         """Return where the rows of tokens below *n_tokens* lie, as far as held."""
@@ -169,20 +129,12 @@ class ChunkedCodec(Codec):
         first = self._first(layer, n_tokens, ring)
         return room - first, (Run(first, n_tokens, 0),)
 
-    def build(
-        self,
-        cls: type[Any],
-        layer: Layer,
-        n_tokens: int,
-        arrays: list[mx.array],
-        ring: int | None,
-        state: dict[str, mx.array],
-    ) -> Any:
-        """Return a live layer of *n_tokens* on arrays, which become its own."""
+    def build(self, cls: type[Any], layer: Layer, n_tokens: int, leaf: Leaf) -> Any:
+        """Return a live layer of *n_tokens* on the arrays of *leaf*, now its own."""
         cache = cls(layer.settings["chunk_size"])
-        self.attach(cache, arrays, state)
+        self.attach(cache, leaf)
         cache.offset = n_tokens
-        cache.start_position = self._first(layer, n_tokens, ring)
+        cache.start_position = self._first(layer, n_tokens, leaf.ring)
         return cache
 
     def _first(self, layer: Layer, n_tokens: int, ring: int | None) -> int:

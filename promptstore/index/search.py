@@ -83,8 +83,10 @@ class Search:
         return Found()
 
     def _has_mortals(self) -> bool:
-        query = "select 1 from snapshots where expires_ns is not null limit 1"
-        return self._db.execute(query).fetchone() is not None
+        query = (
+            "select 1 from snapshots where expires_ns is not null and layout = ? limit 1"
+        )
+        return self._db.execute(query, (self._layout.id,)).fetchone() is not None
 
     def _descend(self, chain: list[Row], position: int, expired: bool) -> Found:
         if chain and not expired:  # the last one may go on where its child did not
