@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from promptstore import codecs, resume
@@ -31,16 +32,22 @@ class NewSnapshot:
     kind: Kind
     label: str | None = None
     pinned: bool = False
-    ttl_s: float | None = None
+    expires_ns: int | None = None
 
     @property
     def is_special(self) -> bool:
         """Whether it asks for a row of its own."""
-        return self.pinned or self.label is not None or self.ttl_s is not None
+        return self.pinned or self.label is not None or self.expires_ns is not None
 
-    def expires_ns(self, now_ns: int) -> int | None:
-        """Return when it must be forgotten, if ever."""
-        return None if self.ttl_s is None else now_ns + int(self.ttl_s * 1e9)
+    @property
+    def until_ns(self) -> float:
+        """Until when what it continues must live."""
+        return math.inf if self.expires_ns is None else self.expires_ns
+
+    @property
+    def text(self) -> str:
+        """Its layers as text, which tells its layout from others."""
+        return self.capture.text
 
     @property
     def layers(self) -> Layers:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import secrets
 import threading
 import time
@@ -37,7 +36,7 @@ from promptstore.index import (
 )
 from promptstore.layers import Layers, from_text
 from promptstore.plan import Plan, plan
-from promptstore.restore import N_THREADS, restore
+from promptstore.restore import N_THREADS, Key, restore
 from promptstore.root import Root
 from promptstore.snapshot import Body, Contents
 from promptstore.tokens import Tokens
@@ -93,7 +92,7 @@ class DiskTier:
         self.n_evicted = 0
         self.on_replaced: Callable[[], None] = lambda: None
         self._verify = verify
-        self._verified: set[tuple[str, int]] = set()
+        self._verified: set[Key] = set()
         self._uses: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._swept = False
@@ -173,15 +172,15 @@ class DiskTier:
                 best = look_up
         return best, n_misfits
 
-    def n_stored(self, namespace: Namespace, text: str, tokens: Tokens) -> int:
-        """Return how many of *tokens* one layout has, resumable or not."""
+    def n_stored(self, new: NewSnapshot) -> int:
+        """Return how much of a prompt is stored, in snapshots that live as long."""
         self._stay_in_place()
         index = self.index
-        for layout in index.layouts(namespace):
-            if layout.layers == text:
-                n_tokens = index.find(layout, tokens).n_tokens
-                is_useful = n_tokens == len(tokens) or not layout.is_whole
-                return n_tokens if is_useful else 0
+        for layout in index.layouts(new.namespace):
+            if layout.layers == new.text:
+                found = index.find(layout, new.tokens, new.until_ns)
+                is_all = found.n_tokens == len(new.tokens)
+                return found.n_tokens if is_all or not layout.is_whole else 0
         return 0
 
     def load(self, look_up: LookUp, n_total: int) -> list[Any]:
@@ -195,7 +194,7 @@ class DiskTier:
             SnapshotError: A file is missing, damaged or unreadable.
             NotCovered: A layer has no codec.
         """
-        cache, nbytes = restore(
+        cache, nbytes, verified = restore(
             look_up.plan,
             look_up.layers,
             n_total,
@@ -205,7 +204,7 @@ class DiskTier:
         )
         self.bytes_read += nbytes
         if self._verify == "first-use":
-            self._verified |= look_up.plan.chunks_read(look_up.layers)
+            self._verified |= verified
         return cache
 
     def read_ahead(self, look_up: LookUp) -> None:
@@ -222,10 +221,10 @@ class DiskTier:
         path, shape = self.root.path_of(row.name), Shape(layers, row.extent)
         return snapshot.SnapshotFile(path, shape, row.nbytes, row.checksums)
 
-    def _must_verify(self, name: str, chunk: int) -> bool:
+    def _must_verify(self, key: Key) -> bool:
         if self._verify != "first-use":
             return self._verify == "always"
-        return (name, chunk) not in self._verified
+        return key not in self._verified
 
     # -------------------------------------------------------------- writing
 
@@ -241,42 +240,37 @@ class DiskTier:
             OSError, sqlite3.Error: As the system says.
         """
         self._stay_in_place()
-        layout = self._writer.layout(new.namespace, new.capture.text)
-        expires_ns = new.expires_ns(time.time_ns())
+        layout = self._writer.layout(new.namespace, new.text)
         for _ in range(_TRIES):
             self._unlink(self._writer.remove_expired())
             with contextlib.suppress(ParentGone):
-                found = self._save_rows(layout, new, expires_ns)
+                found = self._save_rows(layout, new)
                 if found.n_tokens < len(new.tokens):
                     return ()  # it did not live longer than its own writing
                 if self._needs_checkpoint(layout, new, found):
-                    self._write(
-                        layout, new, found, delta.of_checkpoint(new, found), expires_ns
-                    )
+                    self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)
                 ids = self._mark(layout, new, found)
                 self._keep_budget(ids)
                 return ids
         raise NotCovered("what it continues was evicted again and again")
 
-    def _save_rows(
-        self, layout: Layout, new: NewSnapshot, expires_ns: int | None
-    ) -> Found:
+    def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
         """Write the rows that the chain lacks; return the chain that has them all.
 
         What dies sooner is not continued: it would take the new prompt with it.
         """
         found = self._writer.find(layout, new.tokens)
         if self._has_all(layout, new, found):
-            self._writer.prolong(found.chain, expires_ns)
+            self._writer.prolong(found.chain, new.expires_ns)
             return found
-        found = self._writer.find(layout, new.tokens, expires_ns or math.inf)
+        found = self._writer.find(layout, new.tokens, new.until_ns)
         if layout.is_whole:
             found = Found()  # nothing of another run is continued
         extent = delta.of_rows(new, found)
-        is_new = self._write(layout, new, found, extent, expires_ns)
+        is_new = self._write(layout, new, found, extent)
         found = self._writer.find(layout, new.tokens)
-        if found.n_tokens == len(new.tokens) or (found.expired and new.ttl_s):
+        if found.n_tokens == len(new.tokens) or (found.expired and new.expires_ns):
             return found
         if is_new:
             raise ParentGone  # evicted by another process, or expired, at once
@@ -316,7 +310,6 @@ class DiskTier:
         new: NewSnapshot,
         found: Found,
         extent: Extent,
-        expires_ns: int | None,
     ) -> bool:
         """Write one snapshot and add its row; return whether it is a new one."""
         parent = found.chain[-1] if found.chain else None
@@ -337,7 +330,7 @@ class DiskTier:
                 nbytes=written.nbytes,
                 checksums=written.checksums,
                 kind=new.kind,
-                expires_ns=expires_ns,
+                expires_ns=new.expires_ns,
             )
             try:
                 self._writer.add(row)
@@ -409,7 +402,9 @@ class DiskTier:
         stays += self._writer.protected_nbytes(spare)
         if stays + nbytes > self.max_bytes:
             raise TooLarge(stays + nbytes, self.max_bytes)
-        self._evict(self.max_bytes - nbytes, spare)
+        for _ in range(2):  # evicting makes the log grow, which counts as well
+            self._evict(self.max_bytes - nbytes, spare)
+            self._writer.truncate_log()
         total = self.root.nbytes() + nbytes
         if total > self.max_bytes:
             raise TooLarge(total, self.max_bytes)
@@ -445,6 +440,13 @@ class DiskTier:
     def knows(self, path: Path) -> bool:
         """Whether a row points to the file at *path* by now."""
         return self.root.is_final(path) and self.index.has(path.stem)
+
+    def remove_prompts(self, rows: Iterable[Row]) -> list[Row]:
+        """Remove prompts and what continues them; return their rows.
+
+        A checkpoint goes with the rows that end where it stands: they are one prompt.
+        """
+        return self.remove([self._writer.prompt_of(row) for row in rows])
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and what continues them; return their rows."""

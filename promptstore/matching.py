@@ -42,20 +42,36 @@ class Matcher:
         max_tokens: int | None = None,
     ) -> Match:
         """Return the longest usable prefix of *ids*, at least one token being left."""
-        usable = self._before_images(namespace, ids, like)[:max_tokens]
-        if not len(usable):
-            return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
+        usable = ids[:-1][:max_tokens]
+        while True:
+            usable = self._before_images(namespace, ids, usable, like)
+            if not len(usable):
+                return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
+            match = self._match(namespace, usable, len(ids), like)
+            # The disk may have given less than it promised.
+            start = run_start(ids, match.n_tokens)
+            if start == match.n_tokens:
+                return match
+            usable = usable[:start]
+
+    def _match(
+        self,
+        namespace: Namespace,
+        usable: Tokens,
+        n_total: int,
+        like: Sequence[Any] | None,
+    ) -> Match:
         n_memory, entry = self._best_entry(namespace, usable, like)
         try:
             reason = None
             if n_memory < len(usable):
-                match = self._match_disk(namespace, usable, n_memory, len(ids), like)
+                match = self._match_disk(namespace, usable, n_memory, n_total, like)
                 if match.cache is not None:
                     return match
                 reason = match.reason
             if entry is None:
                 return Match(None, 0, "miss", reason)
-            cache = self._from_memory(entry, n_memory, len(ids))
+            cache = self._from_memory(entry, n_memory, n_total)
             self._note_use(entry.rows)
             return Match(cache, n_memory, "memory", reason)
         finally:
@@ -66,7 +82,7 @@ class Matcher:
         self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
     ) -> tuple[int, LookUp | None, Reason | None]:
         """Return what memory has of *ids*, what the disk has, and why not more."""
-        usable = self._before_images(namespace, ids, like)
+        usable = self._before_images(namespace, ids, ids[:-1], like)
         if not len(usable):
             return 0, None, Reason(ReasonKind.TOO_SHORT, 0)
         n_memory, entry = self._best_entry(namespace, usable, like, touch=False)
@@ -88,14 +104,17 @@ class Matcher:
         )
 
     def _before_images(
-        self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
+        self,
+        namespace: Namespace,
+        ids: Tokens,
+        usable: Tokens,
+        like: Sequence[Any] | None,
     ) -> Tokens:
-        """Return what of *ids* may be matched, so that no match ends inside an image.
+        """Return what of *usable* may be matched for no match to end inside an image.
 
         mlx_lm.server keys the patches of an image by one negative id; what a model
         computes of a part of an image need not be what it computes of the whole.
         """
-        usable = ids[:-1]
         while (usable < 0).any():
             n_tokens, follows = self._n_matchable(namespace, usable, like)
             start = run_start(ids, n_tokens, follows)

@@ -232,10 +232,10 @@ def prefill(
 
 
 class _Run:
-    """One generation: which tokens the live cache covers, at every moment.
+    """One generation: how many tokens the live cache covers, at every moment.
 
-    While the model runs, layers may disagree; *at_rest* tells that it does not, and
-    *n_safe* how many tokens were covered when it last did not.
+    *n_held* is that number, or ``None`` while the model runs, when layers may
+    disagree; *n_safe* is what all layers had when it last did not run.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class _Run:
         self._kwargs = kwargs
         self._history: list[int] = tokens.tolist()
         self._n_done = self._n_safe = match.n_tokens
-        self._at_rest = True
+        self._n_held: int | None = match.n_tokens
         self._n_target = len(make_prompt_cache(models[0], kwargs.get("max_kv_size")))
         self._progress: Progress = (
             kwargs.get("prompt_progress_callback") or _no_progress
@@ -297,14 +297,13 @@ class _Run:
             self._models[0], tokenizer, rest, prompt_cache=self._cache, **self._kwargs
         )
         try:
-            self._at_rest = False
+            self._n_held = None
             for response in responses:
                 self._history.append(response.token)
-                self._n_safe = len(self._history)
-                self._at_rest = True
+                self._n_held = self._n_safe = len(self._history)
                 yield dataclasses.replace(response, prompt_tokens=len(self._tokens))
-                self._at_rest = False
-            self._at_rest = True
+                self._n_held = None
+            self._n_held = self._n_safe
         finally:
             responses.close()
 
@@ -313,14 +312,13 @@ class _Run:
         target, draft = self._cache[: self._n_target], self._cache[self._n_target :]
         parts = [target, draft] if draft else [self._cache]
         step_size = self._kwargs.get("prefill_step_size") or 2048
-        self._at_rest = False
+        self._n_held = None
         for part, model in zip(parts, self._models, strict=True):
             note = self._note if part is parts[-1] else None
             prefill(model, rest, part, step_size=step_size, progress=note,
                     quantize=self._quantize)  # fmt: skip
         self._cache[:] = [layer for part in parts for layer in part]
-        self._n_done = self._n_safe = position
-        self._at_rest = True
+        self._n_done = self._n_safe = self._n_held = position
 
     def _quantize(self, cache: list[Any]) -> None:
         """Do to a cache what mlx-lm does after each step."""
@@ -331,13 +329,13 @@ class _Run:
         quantize(cache, start, group_size, bits)
 
     def _note(self, done: int, total: int) -> None:
-        """Count the whole prompt for the caller's callback."""
-        self._n_safe = max(
-            self._n_safe, min(self._n_done + done, len(self._tokens) - 1)
-        )
-        self._at_rest = True
-        self._progress(self._n_done + done, len(self._tokens))
-        self._at_rest = False
+        """Count the whole prompt for the caller's callback, which may raise."""
+        n_tokens = self._n_done + done
+        if done < total:  # in the end mlx-lm is one token ahead already
+            self._n_safe = max(self._n_safe, n_tokens)
+            self._n_held = n_tokens
+        self._progress(n_tokens, len(self._tokens))
+        self._n_held = None
 
     def _insert(self, n_tokens: int, kind: Kind, **marks: Any) -> None:
         has_draft = self._n_target < len(self._cache)
@@ -356,8 +354,8 @@ class _Run:
     def _insert_what_is_sure(self) -> None:
         """Insert all that the cache holds; if the model was stopped in the middle of
         a step, only what was whole before, which needs layers that can be cut."""
-        if self._at_rest:
-            n_tokens = len(self._history)
+        if self._n_held is not None:
+            n_tokens = self._n_held
             with contextlib.suppress(NotCovered):  # pure state holds what it was given
                 n_tokens = min(n_tokens, n_cached(self._cache))
             self._insert(n_tokens, "assistant")
@@ -438,11 +436,28 @@ def _match(
     if bits is None:
         return store.match(namespace, tokens, like=fresh), fresh
     quantized = _quantized(fresh, bits, kwargs.get("kv_group_size", 64))
-    with contextlib.suppress(Exception):  # the match counts what is wrong
-        if start and not store.explain(namespace, tokens, like=quantized).n_tokens:
-            # Below the start a run holds plain layers, which it quantizes later.
-            return store.match(namespace, tokens, like=fresh, max_tokens=start), fresh
-    return store.match(namespace, tokens, like=quantized), fresh
+    if len(tokens) > start and _reaches_deeper(store, namespace, tokens, quantized,
+                                               fresh, start):  # fmt: skip
+        return store.match(namespace, tokens, like=quantized), fresh
+    # Up to the start such a run holds plain layers, which it quantizes later.
+    return store.match(namespace, tokens, like=fresh, max_tokens=start), fresh
+
+
+def _reaches_deeper(
+    store: PromptStore,
+    namespace: Namespace,
+    tokens: Tokens,
+    quantized: list[Any],
+    fresh: list[Any],
+    start: int,
+) -> bool:
+    """Whether more is stored quantized than plain below the start."""
+    try:
+        n_quantized = store.explain(namespace, tokens, like=quantized).n_tokens
+        n_plain = store.explain(namespace, tokens, like=fresh).n_tokens
+    except Exception:  # the match counts what is wrong
+        return False
+    return n_quantized > min(n_plain, start)
 
 
 def _quantized(cache: list[Any], bits: int, group_size: int) -> list[Any]:

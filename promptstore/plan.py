@@ -12,8 +12,6 @@ from promptstore.layers import Layers
 from promptstore.ranges import Ranges, clip, intersect, subtract, union
 
 _READ_BYTES = 16 << 20
-HEADER, STATE = -1, -2
-"""Numbers for what is verified besides chunks."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,6 @@ class Plan:
     def held(self, leaf: int) -> Ranges:
         """Return the tokens of which the pieces hold the rows of a leaf."""
         return held_by(self.pieces, leaf)
-
-    def chunks_read(self, layers: Layers) -> set[tuple[str, int]]:
-        """Return what is verified once all reads are done, by snapshot and number."""
-        done: set[tuple[str, int]] = set()
-        for read in plan_reads(self, layers):
-            name = read.row.name
-            done |= {(name, chunk.index) for chunk in read.chunks}
-            done |= {(name, HEADER)} if read.first else set()
-            done |= {(name, STATE)} if read.state else set()
-        return done
 
 
 @dataclass(frozen=True)

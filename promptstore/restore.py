@@ -18,13 +18,19 @@ from promptstore.plan import Plan, Read
 from promptstore.ranges import Ranges, union
 from promptstore.snapshot import Placed, SnapshotFile, copy_rows
 
+HEADER, STATE = -1, -2
+"""Numbers for what is verified besides chunks."""
+
 STEP = 256
 """Rows by which mlx-lm grows a buffer."""
 
 N_THREADS = min(4, max(2, os.cpu_count() or 1))
 
-Verify = Callable[[str, int], bool]
-"""Whether to compare a chunk, by snapshot and number, with its checksum."""
+Key = tuple[str, tuple[int, int, int], int]
+"""A part of a file: snapshot, what tells the file from another, number."""
+
+Verify = Callable[[Key], bool]
+"""Whether to compare a part of a file with its checksum."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ def restore(
     path_of: Callable[[str], Path],
     verify: Verify,
     pool: ThreadPoolExecutor,
-) -> tuple[list[Any], int]:
-    """Return a live cache read from disk, and the bytes read.
+) -> tuple[list[Any], int, set[Key]]:
+    """Return a live cache read from disk, the bytes read, and what was verified.
 
     All is read before it returns, so nothing that happens to the files afterwards
     matters, and the arrays are evaluated.
@@ -112,13 +118,15 @@ def restore(
     state = plan_.state.extent.state if plan_.state is not None else ()
     made = blank(layers, plan_.n_tokens, n_total, plan_.rings, state)
 
+    verified: set[Key] = set()
+
     def run(read: Read) -> int:
-        return _read(read, made, path_of, verify)
+        return _read(read, made, path_of, verify, verified)
 
     cleared = pool.map(_clear_padding, made.rows)
     nbytes = sum(pool.map(run, plan.plan_reads(plan_, layers)))
     list(cleared)
-    return rebuild(layers, made.leaves, plan_.n_tokens), nbytes
+    return rebuild(layers, made.leaves, plan_.n_tokens), nbytes, verified
 
 
 def copy(
@@ -183,15 +191,28 @@ def _copy_leaf(leaf: Leaf, targets: Sequence[Placed], ranges: Ranges) -> None:
 
 
 def _read(
-    read: Read, made: Blank, path_of: Callable[[str], Path], verify: Verify
+    read: Read,
+    made: Blank,
+    path_of: Callable[[str], Path],
+    verify: Verify,
+    verified: set[Key],
 ) -> int:
     row, nbytes = read.row, 0
     with SnapshotFile(path_of(row.name), read.shape, row.nbytes, row.checksums) as file:
-        if read.first and verify(row.name, plan.HEADER):
+
+        def must_verify(number: int) -> bool:
+            key = row.name, file.stamp, number
+            is_due = verify(key)
+            if is_due:
+                verified.add(key)
+            return is_due
+
+        if read.first and must_verify(HEADER):
             file.verify_header()
+            file.verify_tokens(row.tokens)
         for chunk in read.chunks:
-            check = verify(row.name, chunk.index)
+            check = must_verify(chunk.index)
             nbytes += file.read_chunk(chunk, made.rows, read.wanted, verify=check)
         if read.state:
-            nbytes += file.read_state(made.state, verify=verify(row.name, plan.STATE))
+            nbytes += file.read_state(made.state, verify=must_verify(STATE))
     return nbytes

@@ -70,6 +70,7 @@ class Root:
         final = self.path_of(name)
         temporary = final.with_suffix(_TEMPORARY)
         if not final.parent.exists():
+            final.parent.parent.mkdir(mode=0o700, exist_ok=True)
             final.parent.mkdir(mode=0o700, exist_ok=True)
             _sync(final.parent.parent)
 

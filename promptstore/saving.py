@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from promptstore.capture import Intake, take_in
+from promptstore.capture import Capture, Intake, take_in
 from promptstore.counters import Counters
 from promptstore.delta import NewSnapshot
 from promptstore.disk import DiskTier
@@ -67,6 +67,7 @@ class Saver:
             self._insert(taken, namespace, ids[: taken.n_tokens], wish)
         except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
+            self._writer.fail(error)
         self._counters.insert()
         return taken.n_tokens
 
@@ -79,19 +80,27 @@ class Saver:
                 "unknown-cache-class", f"{taken.text} stays in memory only"
             )
             return
-        if self._write == "off" or len(ids) < self._min_tokens:
+        kind, label, pin, ttl_s = wish
+        expires_ns = None if ttl_s is None else time.time_ns() + int(ttl_s * 1e9)
+
+        def new_of(capture: Capture) -> NewSnapshot:
+            return NewSnapshot(namespace, ids, capture, kind, label, pin, expires_ns)
+
+        is_special = label is not None or pin or ttl_s is not None
+        if self._write == "off" or (len(ids) < self._min_tokens and not is_special):
             return
         if entry is not None:
-            new = NewSnapshot(namespace, ids, entry.capture, *wish)
+            new = new_of(entry.capture)
             if self._write == "through" or new.is_special:
                 self._save(new, entry, self._timeout_s)
             return
-        start = self._n_on_disk(namespace, taken.text, ids)
+        # What is not captured yet is asked for by a capture of nothing.
+        bare = Capture(taken.layers, taken.text, taken.n_tokens, [], [])
+        start = self._n_on_disk(new_of(bare))
         # Copies of the little that is new let the caller go on without copying all.
         few = len(ids) - start <= start
         capture = taken.capture_rows(start) if few else taken.capture()
-        new = NewSnapshot(namespace, ids, capture, *wish)
-        self._save(new, None, self._timeout_s)
+        self._save(new_of(capture), None, self._timeout_s)
 
     def _remember(
         self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
@@ -124,9 +133,7 @@ class Saver:
             entry: Its entry in the memory tier.
             timeout_s: How long to wait for room in the queue.
         """
-        n_new = len(new.tokens) - self._n_on_disk(
-            new.namespace, new.capture.text, new.tokens
-        )
+        n_new = len(new.tokens) - self._n_on_disk(new)
         state_bytes = sum(array.nbytes for array in new.capture.state)
         nbytes = n_new * token_bytes(new.layers) + state_bytes
         # What memory has evicted but still holds for the writer counts as queued.
@@ -136,14 +143,15 @@ class Saver:
         run = functools.partial(self._run_save, new, entry)
         if not self._writer.submit(run, nbytes, timeout_s):
             self._counters.note("queue-full", "the disk is too slow: not written")
+            self._writer.fail(TimeoutError("no room in the writer's queue"))
             if entry is not None:
                 self._memory.settle(entry, None)
 
-    def _n_on_disk(self, namespace: Namespace, text: str, ids: Tokens) -> int:
+    def _n_on_disk(self, new: NewSnapshot) -> int:
         """Return how many of the tokens are stored. The writer looks again, since
         others write as well."""
         assert self._disk is not None
-        return self._disk.n_stored(namespace, text, ids)
+        return self._disk.n_stored(new)
 
     def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
         """Write one prompt. On the writer's thread."""
@@ -171,6 +179,7 @@ class Saver:
             self._save(new, entry, timeout_s)
         except Exception as error:  # one of five places that may: counted
             self._counters.trouble(error)
+            self._writer.fail(error)
 
     def flush(self, timeout_s: float | None) -> None:
         """Write what is not written yet, and wait until it is durable."""

@@ -208,7 +208,8 @@ class PromptStore:
             label: A name for the prompt. Whoever has it in this namespace loses it,
                 and the pin with it.
             pin: Protect it from eviction.
-            ttl_s: Forget it, and all that continues it, after this many seconds.
+            ttl_s: Forget it after this many seconds. If it is stored already, the
+                longer life counts; what continues it and has none lives on.
             n_target: Where in *cache* a draft model's layers begin, if it has any.
 
         Returns:
@@ -389,7 +390,7 @@ class PromptStore:
         for row in rows:
             namespace, _ = disk.index.describe(row.layout)
             self._memory.remove(namespace, disk.index.tokens_of(row), row.end - 1)
-        return len(disk.remove(row.id for row in rows))
+        return len(disk.remove_prompts(rows))
 
     def forget(self, namespace: Namespace, tokens: Any) -> int:
         """Drop from both tiers what a match of *tokens* would use in the end.
@@ -428,16 +429,21 @@ class PromptStore:
         """Mend what `check` found; proven damage is dropped."""
         self._require_open()
         if self._disk is not None:
+            self._require_writable(self._disk)
             repair(self._disk, findings)
 
     def _named(self, id_or_label: str) -> tuple[DiskTier, list[Row]]:
         self._require_open()
-        if self._disk is not None and self._disk.read_only:
-            raise StoreUnavailable(self._disk.root.path, "was opened read-only")
+        if self._disk is not None:
+            self._require_writable(self._disk)
         rows = self._disk.index.named(id_or_label) if self._disk is not None else []
         if self._disk is None or not rows:
             raise UnknownSnapshot(id_or_label)
         return self._disk, rows
+
+    def _require_writable(self, disk: DiskTier) -> None:
+        if disk.read_only:
+            raise StoreUnavailable(disk.root.path, "was opened read-only")
 
     def _require_open(self) -> None:
         if self._pid != os.getpid():

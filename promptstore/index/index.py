@@ -153,6 +153,11 @@ class Index:
         )
         return int(self._all(query, time.time_ns(), *spare)[0][0])
 
+    def prompt_of(self, row: Row) -> int:
+        """Return the snapshot whose removal removes the prompt that ends with *row*."""
+        above = self._rows("where id = ?", row.parent) if row.is_checkpoint else []
+        return above[0].id if above and above[0].end == row.end else row.id
+
     def names(self) -> set[str]:
         """Return the names of all snapshots."""
         return {name for (name,) in self._all("select name from snapshots")}
@@ -317,9 +322,9 @@ class Index:
             rows = self._rows(
                 "as leaf where not exists "
                 "(select 1 from snapshots where parent = leaf.id) "
-                "and (pinned = 0 or coalesce(expires_ns <= ?, 0)) "
-                "order by coalesce(expires_ns <= ?, 0) desc, used_ns, id limit ?",
-                now,
+                "and (pinned = 0 or coalesce(expires_ns <= ?1, 0)) "
+                "order by coalesce(expires_ns <= ?1, 0) desc, min(used_ns, ?1), id "
+                "limit ?2",
                 now,
                 len(spare) + 1,
             )

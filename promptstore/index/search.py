@@ -84,24 +84,38 @@ class Search:
 
     def _has_mortals(self) -> bool:
         query = (
-            "select 1 from snapshots where expires_ns is not null and layout = ? limit 1"
+            "select 1 from snapshots where layout = ? "
+            "and expires_ns is not null limit 1"
         )
         return self._db.execute(query, (self._layout.id,)).fetchone() is not None
 
     def _descend(self, chain: list[Row], position: int, expired: bool) -> Found:
         if chain and not expired:  # the last one may go on where its child did not
             position = chain[-1].start + self._shared(chain[-1], chain[-1].end)
-        while position < len(self._tokens) and not expired:
-            parent = chain[-1].id if chain else None
-            child = self._best_child(parent, position)
-            if child is None:
-                break
-            expired = self._is_expired(child)
-            if not expired:
-                chain.append(child)
-                position += self._shared(child, child.end)
+        if not expired:
+            chain, position, expired = self._deepest(chain, position)
         diverges = position < len(self._tokens) and self._continues(chain, position)
         return Found(position, tuple(chain), diverges, expired)
+
+    def _deepest(self, chain: list[Row], position: int) -> tuple[list[Row], int, bool]:
+        """Return the chain that goes on deepest from a position, how deep, and whether
+        only what has expired would go on there.
+
+        There is more than one way only where lives differ, or where processes raced.
+        """
+        while position < len(self._tokens):
+            children = self._children(chain[-1].id if chain else None, position)
+            alive = [row for row in children if not self._is_expired(row)]
+            if not alive:
+                return chain, position, bool(children)
+            if len(alive) > 1:
+                ways = [self._deepest(*self._step(chain, row)) for row in alive]
+                return max(ways, key=lambda way: way[1])
+            chain, position = self._step(chain, alive[0])
+        return chain, position, False
+
+    def _step(self, chain: list[Row], row: Row) -> tuple[list[Row], int]:
+        return [*chain, row], row.start + self._shared(row, row.end)
 
     def _deepest_owner(self) -> int | None:
         """Return who holds the deepest stored boundary: gallop, then bisect.
@@ -133,20 +147,14 @@ class Search:
         ).fetchone()
         return found[0] if found else None
 
-    def _best_child(self, parent: int | None, position: int) -> Row | None:
-        children = select(
+    def _children(self, parent: int | None, position: int) -> list[Row]:
+        return select(
             self._db,
             "where layout = ? and parent is ? and start_token = ? and first_token = ?",
             self._layout.id,
             parent,
             position,
             int(self._tokens[position]),
-        )
-        # More than one where lives differ or processes raced: the longest is best.
-        return max(
-            children,
-            key=lambda row: (not self._is_expired(row), self._shared(row, row.end)),
-            default=None,
         )
 
     def _continues(self, chain: list[Row], position: int) -> bool:

@@ -47,6 +47,9 @@ class SnapshotFile:
         self._fd = _open(path)
         try:
             size = _size(path, self._fd)
+            info = os.fstat(self._fd)
+            self.stamp = info.st_ino, info.st_mtime_ns, info.st_ctime_ns
+            """What the system changes when the file is replaced or written to."""
             if size != nbytes or self._data_start < 8:
                 raise SnapshotCorrupt(path, f"has {size} bytes instead of {nbytes}")
             if len(checksums) != CHECKSUM_BYTES * (len(shape.chunks) + 3):
@@ -72,6 +75,19 @@ class SnapshotFile:
             SnapshotCorrupt: They differ.
         """
         self._compare(0, self._read(0, self._data_start), "header")
+
+    def verify_tokens(self, tokens: Tokens) -> None:
+        """Compare the ids at the end with those that the index has.
+
+        Raises:
+            SnapshotCorrupt: The file is of other tokens, or damaged.
+        """
+        shape = self._shape
+        at = self._data_start + shape.rows_nbytes + shape.state_nbytes
+        data = self._read(at, 8 * shape.n_tokens)
+        self._compare(len(shape.chunks) + 2, data, "tokens")
+        if not np.array_equal(data.view("<i8"), tokens):
+            raise SnapshotCorrupt(self.path, "is of other tokens than its row")
 
     def read_chunk(
         self,

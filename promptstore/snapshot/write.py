@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,15 +44,21 @@ def create(path: Path) -> Iterator[int]:
     Raises:
         OSError: As the system says.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600)
+    fd = _create_locked(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if not os.fstat(fd).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "was swept up at once", str(path))
         yield fd
     finally:
         os.close(fd)
+
+
+def _create_locked(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        fd = os.open(path, flags, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # swept up by another process before it was locked
 
 
 def is_abandoned(path: Path) -> bool:
