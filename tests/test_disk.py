@@ -71,6 +71,8 @@ def new(ids: Sequence[int], first: int = 0, **fields: Any) -> NewSnapshot:
     taken = take_in(kv_of(ids, n_kv_heads=HEADS, head_dim=DIM), len(ids))
     assert taken.layers == LAYERS
     capture = taken.capture_rows(first) if first else taken.capture()
+    if (ttl_s := fields.pop("ttl_s", None)) is not None:
+        fields["expires_ns"] = time.time_ns() + int(ttl_s * 1e9)
     fields = {"namespace": NS, "kind": "assistant"} | fields
     return NewSnapshot(tokens=as_tokens(list(ids)), capture=capture, **fields)
 
@@ -341,12 +343,13 @@ def test_trouble_with_a_file_has_a_kind(
 
 @pytest.mark.parametrize(
     ("verify", "first", "later"),
-    [("first-use", True, False), ("always", True, True), ("off", False, False)],
+    [("first-use", True, True), ("always", True, True), ("off", False, False)],
 )
 def test_verify_says_when_bytes_are_compared(
     tmp_path: Path, verify: str, first: bool, later: bool
 ) -> None:
-    """A flipped bit is noticed at the first use, at each use, or never."""
+    """A flipped bit is noticed at the first use of the file as it is, at each use, or
+    never. The first use of a file that was written to is a first use."""
     ids, noticed = tokens(N), []
     for used_before in (False, True):
         disk = open_tier(tmp_path / str(used_before), verify=verify)
@@ -370,6 +373,27 @@ def test_verify_says_when_bytes_are_compared(
                 load(disk, ids)
             disk.close()
     assert noticed == [first, later]
+
+
+def test_what_was_compared_is_not_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second use of a file that nobody touched costs no checksum."""
+    ids, calls = tokens(N), []
+    disk = open_tier(tmp_path / "store", verify="first-use")
+    disk.save(new(ids))
+    real = snapshot.SnapshotFile._expect
+
+    def expect(self: snapshot.SnapshotFile, *args: Any) -> None:
+        calls.append(args)
+        real(self, *args)
+
+    monkeypatch.setattr(snapshot.SnapshotFile, "_expect", expect)
+    load(disk, ids)
+    n_first = len(calls)
+    load(disk, ids)
+    disk.close()
+    assert 0 < n_first == len(calls)
 
 
 def test_size_is_compared_always(tmp_path: Path) -> None:

@@ -1537,7 +1537,8 @@ def test_a_full_queue_skips_the_disk_and_says_so(open_store: Open, gate: Gate) -
     assert store.stats().n_pending == 1
     assert [ask(store, ids, **BIG).source for ids in three] == ["memory"] * 3
     gate.opened.set()
-    store.flush()
+    with pytest.raises(WriteFailed, match="2 insert"):
+        store.flush()
     assert [n_disk(store, ids) for ids in three] == [200, 0, 0]
     put(store, three[1])
     store.flush()

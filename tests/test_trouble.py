@@ -13,7 +13,7 @@ from builders import kv_of, tokens
 from mlx_lm.models.cache import make_prompt_cache
 from test_architectures import build, config_of
 
-from promptstore import Namespace, PromptStore, ReasonKind, snapshot
+from promptstore import Namespace, PromptStore, ReasonKind, WriteFailed, snapshot
 from promptstore.mlx_lm import prefill
 from promptstore.snapshot import read
 
@@ -124,7 +124,8 @@ def test_a_flush_keeps_its_deadline_in_write_back(
         store.flush(0.2)
     assert time.monotonic() - start < 60
     hang.set()
-    store.close()
+    with pytest.raises(WriteFailed, match="no room in the writer's queue"):
+        store.close()
 
 
 def test_delete_reaches_what_memory_has_of_it_and_no_more(tmp_path: Path) -> None:

@@ -306,3 +306,36 @@ def test_cache_that_came_out_of_a_batch_is_an_ordinary_one(
 
     assert match.n_tokens == 70
     assert mx.abs(got - logits(model, [7], single)).max().item() < 1e-4
+
+
+class Stop(Exception):
+    """What a caller's callback raises."""
+
+
+@pytest.mark.parametrize("at", [0, 20, 40, 50])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "llama"])
+def test_callback_that_raises_stores_only_what_is_true(
+    name: str, at: int, tokenizer: Any, root: Path
+) -> None:
+    """State belongs to the tokens that were prefilled when the callback raised."""
+    model = build(config_of(name) | {"vocab_size": 300})
+    ids = [i % 250 for i in range(50)]
+
+    def stop(done: int, total: int) -> None:
+        if done >= at:
+            raise Stop
+
+    with open_store(root) as store:
+        with pytest.raises(Stop):
+            answer(
+                model, tokenizer, ids, store=store, namespace=NAMESPACE,
+                prompt_progress_callback=stop, prefill_step_size=20, checkpoints=(),
+            )  # fmt: skip
+        store.flush()
+        for request in ([*ids, 3], [*ids[:30], 3]):
+            match = store.match(NAMESPACE, request, like=make_prompt_cache(model))
+            assert match.n_tokens <= at
+            if match.cache is not None:
+                got = logits(model, request[match.n_tokens :], match.cache)
+                cold = logits(model, request, make_prompt_cache(model))
+                assert mx.abs(got - cold).max().item() < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,8 @@ from promptstore.snapshot import header
 from promptstore.snapshot.header import Contents, Written, nbytes_of
 from promptstore.snapshot.rows import Placed, Rows, advance, groups
 from promptstore.tokens import Tokens
+
+_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,13 @@ def create(path: Path) -> Iterator[int]:
 
 def _create_locked(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
+    for _ in range(_TRIES):
         fd = os.open(path, flags, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)  # swept up by another process before it was locked
+    raise FileNotFoundError(errno.ENOENT, "was swept up at once", str(path))
 
 
 def is_abandoned(path: Path) -> bool:
