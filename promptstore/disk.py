@@ -299,6 +299,7 @@ class DiskTier:
         rows = dict.fromkeys(row.id for row in found.chain)
         if row is not None:
             self._writer.mark(row, label=new.label, pinned=new.pinned)
+            self._writer.prolong([row], new.expires_ns)
             rows[row.id] = None
         now = time.time_ns()
         self._writer.touch((id_, now, 0) for id_ in rows)

@@ -436,8 +436,10 @@ def _match(
     if bits is None:
         return store.match(namespace, tokens, like=fresh), fresh
     quantized = _quantized(fresh, bits, kwargs.get("kv_group_size", 64))
-    if len(tokens) > start and _reaches_deeper(store, namespace, tokens, quantized,
-                                               fresh, start):  # fmt: skip
+    if not start or (
+        len(tokens) > start
+        and _reaches_deeper(store, namespace, tokens, quantized, fresh, start)
+    ):
         return store.match(namespace, tokens, like=quantized), fresh
     # Up to the start such a run holds plain layers, which it quantizes later.
     return store.match(namespace, tokens, like=fresh, max_tokens=start), fresh

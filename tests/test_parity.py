@@ -22,7 +22,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from promptstore import Match, Namespace, PromptStore, StoreClosed, n_cached
+from promptstore import (
+    Match,
+    Namespace,
+    PromptStore,
+    StoreClosed,
+    WriteFailed,
+    n_cached,
+)
 from promptstore import mlx_lm as host
 
 NS = Namespace("tiny")
@@ -600,7 +607,8 @@ def test_embeddings_leave_the_store_alone(store: PromptStore) -> None:
 def test_the_store_is_not_needed_to_answer(
     store: PromptStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If nothing can be stored or looked up, the answer is the cold one."""
+    """If nothing can be stored or looked up, the answer is the cold one, and the next
+    flush tells that something was not stored."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("the disk is on fire")
@@ -608,9 +616,16 @@ def test_the_store_is_not_needed_to_answer(
     ids = tokens(80)
     monkeypatch.setattr(store._matcher, "match", fail)
     monkeypatch.setattr(store._saver, "_insert", fail)
-    found, match = warm(store, ids)
-    assert match.source == "miss"
+    matches: list[Match] = []
+    run = host.stream_generate(
+        tiny(), words(), ids, store=store, namespace=NS, max_tokens=N_ANSWER,
+        on_match=matches.append,
+    )  # fmt: skip
+    found = answer(run)
+    assert [match.source for match in matches] == ["miss"]
     assert equal(found, cold(ids))
+    with pytest.raises(WriteFailed, match="on fire"):
+        store.flush()
 
 
 # ------------------------------------------------------------------------- generate

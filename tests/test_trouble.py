@@ -156,3 +156,50 @@ def test_lives_in_memory_are_apart(
 
         expected = 50 if first_ttl_s is None else 100
         assert store.match(NS, [*ids, 7]).n_tokens == expected
+
+
+def test_a_state_that_is_stored_again_for_good_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longer life is that of the rows and of the checkpoint alike."""
+    model = build(config_of("mamba2"))
+    ids = [i % 250 for i in range(40)]
+    cache = make_prompt_cache(model)
+    prefill(model, ids, cache)
+    with PromptStore.open(tmp_path, memory_bytes=0, min_tokens=1) as store:
+        store.insert(NS, ids, cache, ttl_s=60.0)
+        store.insert(NS, ids, cache)
+        store.flush()
+        now = time.time_ns()
+        monkeypatch.setattr(time, "time_ns", lambda: now + 61 * 10**9)
+
+        assert store.match(NS, [*ids, 7]).n_tokens == 40
+
+
+def test_a_label_on_a_short_prompt_is_a_wish_to_keep_it(tmp_path: Path) -> None:
+    """What is named or pinned is stored, however short."""
+    ids = tokens(5)
+    with PromptStore.open(tmp_path) as store:
+        store.insert(NS, ids, kv_of(ids), label="short")
+        store.insert(NS, tokens(6, 1), kv_of(tokens(6, 1)))
+        store.flush()
+
+        assert [info.label for info in store.snapshots()] == ["short"]
+
+
+def test_a_clock_that_was_set_back_does_not_keep_old_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses in what is now the future count as of now: the older prompt goes first."""
+    first, second = ([n, *tokens(99, n)] for n in (1, 2))
+    with PromptStore.open(tmp_path, memory_bytes=0) as store:
+        store.insert(NS, first, kv_of(first))
+        store.flush()
+        now = time.time_ns()
+        monkeypatch.setattr(time, "time_ns", lambda: now - 10**15)
+        store.insert(NS, second, kv_of(second))
+        store.flush()
+        store.evict(to_bytes=store.stats().disk_bytes - 1)
+
+        assert [info.end for info in store.snapshots()] == [100]
+        assert store.explain(NS, [*second, 7]).n_disk == 100
