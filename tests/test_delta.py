@@ -146,7 +146,7 @@ def test_a_chain_and_its_new_snapshot_can_always_be_resumed() -> None:
         ({}, False),
         ({"label": "a"}, True),
         ({"pinned": True}, True),
-        ({"ttl_s": 0}, True),
+        ({"expires_ns": 1}, True),
     ],
 )
 def test_a_wish_makes_a_prompt_special(wish: dict[str, Any], expected: bool) -> None:
