@@ -23,8 +23,7 @@ def seed(namespace_digest: bytes, layers: str) -> bytes:
 
 def extend(parent: bytes, block: Tokens) -> bytes:
     """Return the digest of a prefix and the *block* of up to 256 ids behind it."""
-    ids = np.ascontiguousarray(block, dtype="<i8").tobytes()
-    return xxhash.xxh3_128_digest(parent + ids)
+    return xxhash.xxh3_128_digest(parent + np.ascontiguousarray(block, "<i8").data)
 
 
 def end_digest(root: bytes, tokens: Tokens) -> bytes:

@@ -62,7 +62,7 @@ def _from_sequence(tokens: list[Any] | tuple[Any, ...], name: str) -> Tokens:
     except TypeError:
         return _from_objects(tokens, name)
     # array() takes a bool for 0 or 1.
-    if any(type(tokens[i]) is bool for i in np.flatnonzero((ids == 0) | (ids == 1))):
+    if any(type(tokens[i]) is bool for i in np.flatnonzero(ids.view(np.uint64) < 2)):
         return _from_objects(tokens, name)
     return ids
 
