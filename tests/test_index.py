@@ -66,6 +66,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture(autouse=True, params=[0, 12], ids=["by digest", "from the root"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fact holds whichever way a prompt is looked for."""
+    monkeypatch.setattr(search, "_MAX_STEPS", request.param)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     prepare(tmp_path / "index.db", tmp_path / "store.lock")
@@ -1043,6 +1049,7 @@ def test_a_look_up_sees_one_state(
         return ancestors(db, id_)
 
     with monkeypatch.context() as patch:
+        patch.setattr(search, "_MAX_STEPS", 0)
         patch.setattr(search, "ancestors", remove_then_go_on)
         assert n_found(index, layout, tokens(600)) == 600
     assert n_found(index, layout, tokens(600)) == 300

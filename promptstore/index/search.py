@@ -36,8 +36,13 @@ class Found:
         return [(row, row.start, hi) for row, hi in zip(self.chain, ends, strict=True)]
 
 
+_Way = tuple[list[Row], int, bool]
+_MAX_STEPS = 12
+
+
 class Search:
-    """One look-up: boundary, then its ancestors, then down from there."""
+    """One look-up: down from the root if the tree is shallow there; else the deepest
+    boundary by its digest, its ancestors, and down from there."""
 
     def __init__(
         self, db: sqlite3.Connection, layout: Layout, tokens: Tokens, until_ns: float
@@ -50,6 +55,10 @@ class Search:
     def run(self) -> Found:
         if self._has_mortals():  # prompts that begin alike may stand side by side
             return self._descend([], 0, False)
+        # Few steps from the root cost less than hashing the prompt.
+        shallow = self._deepest([], 0, _MAX_STEPS)
+        if shallow is not None:
+            return self._found(*shallow)
         owner = self._deepest_owner()
         chain = ancestors(self._db, owner) if owner is not None else []
         position, expired = 0, False
@@ -93,13 +102,20 @@ class Search:
         if chain and not expired:  # the last one may go on where its child did not
             position = chain[-1].start + self._shared(chain[-1], chain[-1].end)
         if not expired:
-            chain, position, expired = self._deepest(chain, position)
+            way = self._deepest(chain, position)
+            assert way is not None
+            chain, position, expired = way
+        return self._found(chain, position, expired)
+
+    def _found(self, chain: list[Row], position: int, expired: bool) -> Found:
         diverges = position < len(self._tokens) and self._continues(chain, position)
         return Found(position, tuple(chain), diverges, expired)
 
-    def _deepest(self, chain: list[Row], position: int) -> tuple[list[Row], int, bool]:
+    def _deepest(
+        self, chain: list[Row], position: int, max_steps: int | None = None
+    ) -> _Way | None:
         """Return the chain that goes on deepest from a position, how deep, and whether
-        only what has expired would go on there.
+        only what has expired would go on there; ``None`` if it takes too many steps.
 
         There is more than one way only where lives differ, or where processes raced.
         """
@@ -110,7 +126,9 @@ class Search:
                 return chain, position, bool(children)
             if len(alive) > 1:
                 ways = [self._deepest(*self._step(chain, row)) for row in alive]
-                return max(ways, key=lambda way: way[1])
+                return max((w for w in ways if w is not None), key=lambda way: way[1])
+            if len(chain) == max_steps:
+                return None
             chain, position = self._step(chain, alive[0])
         return chain, position, False
 
