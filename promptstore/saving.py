@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from promptstore.capture import Capture, Intake, take_in
@@ -82,25 +83,23 @@ class Saver:
             return
         kind, label, pin, ttl_s = wish
         expires_ns = None if ttl_s is None else time.time_ns() + int(ttl_s * 1e9)
-
-        def new_of(capture: Capture) -> NewSnapshot:
-            return NewSnapshot(namespace, ids, capture, kind, label, pin, expires_ns)
-
-        is_special = label is not None or pin or ttl_s is not None
-        if self._write == "off" or (len(ids) < self._min_tokens and not is_special):
-            return
-        if entry is not None:
-            new = new_of(entry.capture)
-            if self._write == "through" or new.is_special:
-                self._save(new, entry, self._timeout_s)
-            return
         # What is not captured yet is asked for by a capture of nothing.
         bare = Capture(taken.layers, taken.text, taken.n_tokens, [], [])
-        start = self._n_on_disk(new_of(bare))
+        new = NewSnapshot(namespace, ids, bare, kind, label, pin, expires_ns)
+        if self._write == "off":
+            return
+        if len(ids) < self._min_tokens and not new.is_special:
+            return
+        if entry is not None:
+            if self._write == "through" or new.is_special:
+                new = replace(new, capture=entry.capture)
+                self._save(new, entry, self._timeout_s)
+            return
+        start = self._n_on_disk(new)
         # Copies of the little that is new let the caller go on without copying all.
         few = len(ids) - start <= start
         capture = taken.capture_rows(start) if few else taken.capture()
-        self._save(new_of(capture), None, self._timeout_s)
+        self._save(replace(new, capture=capture), None, self._timeout_s)
 
     def _remember(
         self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
