@@ -29,6 +29,8 @@ from mlx_lm.models.cache import (
 from mlx_lm.models.llama import Model, ModelArgs
 
 from promptstore import codecs
+from promptstore.extent import Extent
+from promptstore.index import Row
 
 VOCABULARY = 1000
 
@@ -283,3 +285,29 @@ def prefill(
     logits = model(mx.array(ids)[None], cache=cache)[:, -1]
     mx.eval(logits, [layer.state for layer in cache])
     return cache, logits
+
+
+def row(
+    id_: int, extent: Extent, parent: int | None = None, name: str | None = None
+) -> Row:
+    """Return the index's row of a snapshot of *extent*."""
+    return Row(
+        id=id_,
+        name=name or f"{id_:032x}",
+        layout=1,
+        parent=parent,
+        start=extent.start,
+        end=extent.end,
+        first_token=None,
+        tokens=np.arange(extent.start, extent.end),
+        extent=extent,
+        nbytes=1,
+        checksums=b"",
+        kind="assistant",
+        label=None,
+        pinned=False,
+        created_ns=0,
+        used_ns=0,
+        expires_ns=None,
+        hits=0,
+    )

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import arrays_cache, grow, kv, rotating, tokens
+from builders import arrays_cache, grow, kv, rotating, row, tokens
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from promptstore import Namespace, NotCovered, resume
 from promptstore.capture import take_in
 from promptstore.delta import NewSnapshot, of_checkpoint, of_rows
 from promptstore.extent import Band, Extent
-from promptstore.index import Found, Row
+from promptstore.index import Found
 from promptstore.plan import held_by, pieces_of
 from promptstore.ranges import union
 
@@ -24,29 +24,6 @@ def new_of(cache: list[Any], n: int, first: int | None = None) -> NewSnapshot:
     taken = take_in(cache, n)
     capture = taken.capture() if first is None else taken.capture_rows(first)
     return NewSnapshot(Namespace("m"), np.array(tokens(n)), capture, "assistant")
-
-
-def row(id_: int, extent: Extent) -> Row:
-    return Row(
-        id=id_,
-        name=f"{id_:032x}",
-        layout=1,
-        parent=id_ - 1 or None,
-        start=extent.start,
-        end=extent.end,
-        first_token=None,
-        tokens=np.array(tokens(extent.end)[extent.start :]),
-        extent=extent,
-        nbytes=1,
-        checksums=b"",
-        kind="assistant",
-        label=None,
-        pinned=False,
-        created_ns=0,
-        used_ns=0,
-        expires_ns=None,
-        hits=0,
-    )
 
 
 def test_all_rows_of_a_new_prompt_are_held() -> None:
@@ -126,7 +103,7 @@ def test_a_chain_and_its_new_snapshot_can_always_be_resumed() -> None:
             extent = of_rows(new, Found(position, tuple(chain)))
             assert (extent.start, extent.end) == (position, n)
             assert extent.held(0) == ((position, n),)
-            chain.append(row(id_, extent))
+            chain.append(row(id_, extent, id_ - 1 or None))
             position = n
             found = Found(n, tuple(chain))
             held = [held_by(pieces_of(found), leaf) for leaf in range(2)]

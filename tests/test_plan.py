@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
+from builders import row
 
 from promptstore.extent import Band, Extent
 from promptstore.index import Found, Row
@@ -18,32 +18,13 @@ WIDE = (Layer("full/1", (RowPart("keys", 2, 512, "F32"),)),)
 """Of these a chunk has 1 MiB, and a read 16 MiB."""
 
 
-def row(id_: int, start: int, end: int) -> Row:
+def row_of(id_: int, start: int, end: int) -> Row:
     bands = (Band((0,), ((start, end),)),) if start < end else ()
-    return Row(
-        id=id_,
-        name=f"{id_:032x}",
-        layout=1,
-        parent=id_ - 1 if start else None,
-        start=start,
-        end=end,
-        first_token=None,
-        tokens=np.arange(start, end),
-        extent=Extent(start, end, bands),
-        nbytes=1,
-        checksums=b"",
-        kind="assistant",
-        label=None,
-        pinned=False,
-        created_ns=0,
-        used_ns=0,
-        expires_ns=None,
-        hits=0,
-    )
+    return row(id_, Extent(start, end, bands), id_ - 1 if start else None)
 
 
 def found(n_tokens: int, *ranges: tuple[int, int]) -> Found:
-    rows = (row(number, *ends) for number, ends in enumerate(ranges, start=1))
+    rows = (row_of(number, *ends) for number, ends in enumerate(ranges, start=1))
     return Found(n_tokens, tuple(rows))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
+from builders import row
 
 from promptstore import resume
 from promptstore.extent import Band, Extent, StateArray
@@ -117,29 +117,6 @@ def test_kinds_are_told_of_what_is_inside() -> None:
 
 
 # --------------------------------------------------------------------------- plans
-
-
-def row(id_: int, extent: Extent, parent: int | None, name: str | None = None) -> Row:
-    return Row(
-        id=id_,
-        name=name or f"{id_:032x}",
-        layout=1,
-        parent=parent,
-        start=extent.start,
-        end=extent.end,
-        first_token=None,
-        tokens=np.arange(extent.start, extent.end),
-        extent=extent,
-        nbytes=1,
-        checksums=b"",
-        kind="assistant",
-        label=None,
-        pinned=False,
-        created_ns=0,
-        used_ns=0,
-        expires_ns=None,
-        hits=0,
-    )
 
 
 def random_chain(rng: random.Random, layers: Layers) -> tuple[Found, list[Row]]:
