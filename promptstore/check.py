@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Literal
 
-from promptstore import snapshot
 from promptstore.disk import DiskTier
 from promptstore.errors import (
     SnapshotCorrupt,
@@ -42,7 +41,7 @@ def check(disk: DiskTier) -> list[Finding]:
             findings.append(
                 Finding("foreign", str(path.relative_to(disk.root.path)), "is not ours")
             )
-        elif path not in known and snapshot.is_abandoned(path) and not disk.knows(path):
+        elif path not in known and disk.budget.is_orphan(path):
             findings.append(Finding("orphan", path.stem, "a file without a row"))
     return findings
 
@@ -59,7 +58,7 @@ def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
     bad |= {row.id for row in rows.values() if row.parent not in {None, *rows}}
     disk.remove(bad)
     disk.forget_lost_prefixes()
-    disk.sweep()
+    disk.budget.sweep()
 
 
 def _check_row(disk: DiskTier, row: Row) -> Finding | None:

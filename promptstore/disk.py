@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from promptstore import delta, prefix, resume, snapshot
+from promptstore.budget import Budget
 from promptstore.delta import NewSnapshot
-from promptstore.errors import NotCovered, StoreUnavailable, TooLarge
+from promptstore.errors import NotCovered, TooLarge
 from promptstore.extent import Extent, Shape
+from promptstore.failpoints import reach
 from promptstore.index import (
     Duplicate,
     Found,
@@ -31,8 +33,6 @@ from promptstore.index import (
     NewRow,
     ParentGone,
     Row,
-    prepare,
-    require_known,
 )
 from promptstore.layers import Layers, from_text
 from promptstore.plan import Plan, plan
@@ -41,6 +41,7 @@ from promptstore.root import Root
 from promptstore.snapshot import Body, Contents
 from promptstore.tokens import Tokens
 from promptstore.types import Namespace
+from promptstore.volume import Volume
 
 _TRIES = 4
 _MAX_CHECKPOINTS = 16
@@ -83,60 +84,47 @@ class DiskTier:
         read_only: bool,
         max_checkpoints: int = _MAX_CHECKPOINTS,
     ) -> None:
-        self.root = Root(path)
-        self.max_bytes = max_bytes
+        self.volume = Volume(path, read_only=read_only)
+        self.volume.on_replaced = self._forget
+        self.budget = Budget(self.volume, max_bytes)
         self.max_checkpoints = max_checkpoints
         self.read_only = read_only
         self.bytes_written = 0
         self.bytes_read = 0
-        self.n_evicted = 0
         self.on_replaced: Callable[[], None] = lambda: None
         self._verify = verify
         self._verified: set[Key] = set()
         self._uses: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self._swept = False
-        self._open()
         self._pool = ThreadPoolExecutor(N_THREADS, "promptstore-reader")
         self._ahead = ThreadPoolExecutor(1, "promptstore-prefetch")
 
-    def _open(self) -> None:
-        root = self.root
-        if root.index.exists():
-            if not self.read_only:
-                root.require_writable()
-            # Before anything is made beside it.
-            require_known(root.index, read_only=self.read_only)
-        elif self.read_only:
-            raise StoreUnavailable(root.path, "holds no store")
-        if not self.read_only:
-            root.make()
-            prepare(root.index, root.lock)
-        self.index = Index(root.index, read_only=self.read_only)
-        self._writer = self.index if self.read_only else Index(root.index)
-        self._place = root.identity()
+    @property
+    def root(self) -> Root:
+        """The directory."""
+        return self.volume.root
 
-    def _stay_in_place(self) -> None:
-        """Open anew if the directory was removed or replaced: SQLite would go on in
-        the file that is gone, and call it success."""
-        with self._lock:
-            if self.root.identity() == self._place:
-                return
-            old = {self.index, self._writer}
-            self._open()
-            self._swept = False
-            self._uses.clear()
-            self._verified.clear()
-            self.on_replaced()
-            for index in old:
-                index.close()
+    @property
+    def index(self) -> Index:
+        """The connection for reading; another one once the index was replaced."""
+        return self.volume.index
+
+    @property
+    def _writer(self) -> Index:
+        return self.volume.writer
+
+    def _forget(self) -> None:
+        """Forget what was known of a directory that is gone."""
+        self._uses.clear()
+        self._verified.clear()
+        self.budget.forget()
+        self.on_replaced()
 
     def close(self) -> None:
         """Close files and connections."""
         self._ahead.shutdown(cancel_futures=True)
         self._pool.shutdown()
-        self.index.close()
-        self._writer.close()
+        self.volume.close()
 
     # -------------------------------------------------------------- reading
 
@@ -158,7 +146,7 @@ class DiskTier:
         Returns:
             What was found, and how many layouts did not fit.
         """
-        self._stay_in_place()
+        self.volume.stay_in_place()
         best, n_misfits = None, 0
         index = self.index  # another thread may put a new one in its place
         for layout in index.layouts(namespace):
@@ -174,7 +162,7 @@ class DiskTier:
 
     def n_stored(self, new: NewSnapshot) -> int:
         """Return how much of a prompt is stored, in snapshots that live as long."""
-        self._stay_in_place()
+        self.volume.stay_in_place()
         index = self.index
         for layout in index.layouts(new.namespace):
             if layout.layers == new.text:
@@ -239,10 +227,10 @@ class DiskTier:
             NotCovered: What it continues went away meanwhile.
             OSError, sqlite3.Error: As the system says.
         """
-        self._stay_in_place()
+        self.volume.stay_in_place()
         layout = self._writer.layout(new.namespace, new.text)
         for _ in range(_TRIES):
-            self._unlink(self._writer.remove_expired())
+            self.volume.unlink(self._writer.remove_expired())
             with contextlib.suppress(ParentGone):
                 found = self._save_rows(layout, new)
                 if found.n_tokens < len(new.tokens):
@@ -302,7 +290,9 @@ class DiskTier:
             self._writer.prolong([row], new.expires_ns)
             rows[row.id] = None
         now = time.time_ns()
+        reach("insert: prompt marked")
         self._writer.touch((id_, now, 0) for id_ in rows)
+        reach("insert: uses written")
         return tuple(rows)
 
     def _write(
@@ -316,9 +306,7 @@ class DiskTier:
         parent = found.chain[-1] if found.chain else None
         contents = _contents(layout, new, parent, extent)
         name = contents.id
-        spare = frozenset(row.id for row in found.chain)
-        held = sum(row.nbytes for row in found.chain)
-        self._make_room(snapshot.nbytes_of(contents), held, spare)
+        self.budget.require_fit(snapshot.nbytes_of(contents), found.chain)
         with self.root.new_file(name) as (fd, publish):
             written = snapshot.write(fd, contents, _body(new, extent))
             publish()
@@ -335,6 +323,7 @@ class DiskTier:
             )
             try:
                 self._writer.add(row)
+                reach("insert: row committed")
             except Duplicate:
                 self.root.unlink(name)
                 return False
@@ -351,7 +340,7 @@ class DiskTier:
             TooLarge: Only without what was just stored; it was removed.
         """
         try:
-            self._make_room(0, 0, frozenset(ids))
+            self.budget.make_room(0, frozenset(ids))
         except TooLarge:
             self.remove(ids[-1:])
             raise
@@ -375,72 +364,14 @@ class DiskTier:
         loose.sort(key=lambda row: (order[row.kind], row.end))
         for row in loose[:n_over]:
             if self._writer.remove_leaf(row.id):
-                self._unlink([row])
+                self.volume.unlink([row])
 
-    # --------------------------------------------------------------- budget
-
-    def _make_room(self, nbytes: int, held: int, spare: frozenset[int]) -> None:
-        """Bring everything under the root to the budget less *nbytes*.
-
-        Args:
-            nbytes: Bytes about to be written.
-            held: Bytes of the chain that they continue.
-            spare: That chain, which stays.
-
-        Raises:
-            TooLarge: They do not fit together; nothing was evicted.
-        """
-        if held + nbytes > self.max_bytes:
-            raise TooLarge(held + nbytes, self.max_bytes)
-        if not self._swept:
-            self._swept = True
-            self.sweep()
-        if self.root.nbytes() + nbytes <= self.max_bytes:
-            return
-        self.sweep()
-        self._writer.truncate_log()
-        stays = self.root.nbytes() - self._writer.nbytes()
-        stays += self._writer.protected_nbytes(spare)
-        if stays + nbytes > self.max_bytes:
-            raise TooLarge(stays + nbytes, self.max_bytes)
-        for _ in range(2):  # evicting makes the log grow, which counts as well
-            self._evict(self.max_bytes - nbytes, spare)
-            self._writer.truncate_log()
-        total = self.root.nbytes() + nbytes
-        if total > self.max_bytes:
-            raise TooLarge(total, self.max_bytes)
+    # ------------------------------------------------------------- removing
 
     def evict(self, max_bytes: int) -> None:
         """Evict leaves until everything under the root is within *max_bytes*."""
-        self._stay_in_place()
-        self.sweep()
-        self._evict(max_bytes, frozenset())
-
-    def _evict(self, max_bytes: int, spare: frozenset[int]) -> None:
-        total = self.root.nbytes()
-        for row in self._writer.victims(spare):
-            if total <= max_bytes:
-                return
-            if self._writer.remove_leaf(row.id):
-                total -= self.root.unlink(row.name)
-                self.n_evicted += 1
-
-    def sweep(self) -> None:
-        """Remove files of ours that no row knows and no process is making."""
-        known = {self.root.path_of(name) for name in self._writer.names()}
-        for path in self.root.files():
-            # First the lock, which is held until the row is there, then the row.
-            if (
-                path not in known
-                and self.root.is_ours(path)
-                and snapshot.is_abandoned(path)
-                and not self.knows(path)
-            ):
-                path.unlink(missing_ok=True)
-
-    def knows(self, path: Path) -> bool:
-        """Whether a row points to the file at *path* by now."""
-        return self.root.is_final(path) and self.index.has(path.stem)
+        self.volume.stay_in_place()
+        self.budget.evict(max_bytes)
 
     def remove_prompts(self, rows: Iterable[Row]) -> list[Row]:
         """Remove prompts and what continues them; return their rows.
@@ -452,7 +383,7 @@ class DiskTier:
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and what continues them; return their rows."""
         removed = self._writer.remove(ids)
-        self._unlink(removed)
+        self.volume.unlink(removed)
         return removed
 
     def forget_lost_prefixes(self) -> None:
@@ -462,10 +393,6 @@ class DiskTier:
     def set_pinned(self, ids: Iterable[int], pinned: bool) -> None:
         """Protect snapshots from eviction, or stop doing so."""
         self._writer.set_pinned(ids, pinned)
-
-    def _unlink(self, removed: Iterable[Row]) -> None:
-        for row in removed:
-            self.root.unlink(row.name)
 
     # ----------------------------------------------------------------- uses
 
@@ -484,6 +411,7 @@ class DiskTier:
         with self._lock:
             uses, self._uses = self._uses, {}
         self._writer.touch((id_, now, n_hits) for id_, (now, n_hits) in uses.items())
+        reach("uses: written")
 
 
 def _plan(

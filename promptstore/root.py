@@ -10,6 +10,7 @@ from pathlib import Path
 
 from promptstore import snapshot
 from promptstore.errors import StoreUnavailable
+from promptstore.failpoints import reach
 
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
@@ -45,6 +46,7 @@ class Root:
             raise StoreUnavailable(
                 root, f"cannot be used as a store: {error.strerror}"
             ) from error
+        reach("open: root made")
         self.require_writable()
 
     def require_writable(self) -> None:
@@ -76,13 +78,17 @@ class Root:
 
         def publish() -> None:
             os.rename(temporary, final)
+            reach("insert: file renamed")
             _sync(final.parent)  # a row must not survive a power cut without its file
+            reach("insert: directory synced")
 
         try:
             with snapshot.create(temporary) as fd:
+                reach("insert: file made")
                 yield fd, publish
         finally:
             temporary.unlink(missing_ok=True)
+            reach("insert: file closed")
 
     def nbytes(self) -> int:
         """Return the bytes of everything under the root."""

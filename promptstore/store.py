@@ -350,7 +350,7 @@ class PromptStore:
             disk_bytes=disk.root.nbytes(),
             bytes_written=disk.bytes_written,
             bytes_read=disk.bytes_read,
-            n_evicted_disk=disk.n_evicted,
+            n_evicted_disk=disk.budget.n_evicted,
         )
 
     # ---------------------------------------------------------------- managing

@@ -240,6 +240,23 @@ def prints(cache: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
+def fingerprints(cache: Sequence[Any], n_tokens: int) -> list[str]:
+    """Return a digest of all that a live cache holds, by leaf: rows and state."""
+    found = []
+    for leaf in codecs.take_apart(cache, n_tokens):
+        hasher = xxhash.xxh3_128()
+        rows = [
+            array[:, :, run.slot : run.slot + run.hi - run.lo]
+            for array in leaf.arrays
+            for run in sorted(leaf.runs)
+        ]
+        for array in [*rows, *leaf.state.values()]:
+            hasher.update(f"{array.dtype} {array.shape}".encode())
+            hasher.update(bytes(memoryview(mx.contiguous(array))))
+        found.append(hasher.hexdigest())
+    return found
+
+
 def cut_to(cache: Sequence[Any], n: int) -> list[Any]:
     """Return a copy of *cache* that holds its first *n* tokens only."""
     copies = [copy.deepcopy(layer) for layer in cache]

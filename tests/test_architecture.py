@@ -16,6 +16,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "failpoints": set(),
     "ranges": set(),
     "tokens": set(),
     "layers": set(),
@@ -27,9 +28,14 @@ ALLOWED: dict[str, set[str]] = {
     "radix": {"tokens"},
     "buffers": {"layers"},
     "codecs": {"buffers", "errors", "layers", "ranges"},
-    "snapshot": {"errors", "extent", "layers", "ranges", "tokens", "types"},
+    "snapshot": {
+        "errors", "extent", "failpoints", "layers", "ranges", "tokens", "types",
+    },
     "migrations": set(),
-    "index": {"errors", "extent", "layers", "migrations", "prefix", "tokens", "types"},
+    "index": {
+        "errors", "extent", "failpoints", "layers", "migrations", "prefix", "tokens",
+        "types",
+    },
     "resume": {"codecs", "layers", "ranges"},
     "plan": {"extent", "index", "layers", "ranges", "resume"},
     "restore": {
@@ -44,12 +50,15 @@ ALLOWED: dict[str, set[str]] = {
         "capture", "codecs", "errors", "extent", "index", "layers", "plan",
         "ranges", "resume", "tokens", "types",
     },
-    "root": {"errors", "snapshot"},
+    "root": {"errors", "failpoints", "snapshot"},
+    "volume": {"errors", "failpoints", "index", "root"},
+    "budget": {"errors", "failpoints", "index", "snapshot", "volume"},
     "writer": {"errors"},
     "memory": {"capture", "radix", "tokens", "types"},
     "disk": {
-        "delta", "errors", "extent", "index", "layers", "plan", "prefix",
-        "restore", "resume", "root", "snapshot", "tokens", "types",
+        "budget", "delta", "errors", "extent", "failpoints", "index", "layers",
+        "plan", "prefix", "restore", "resume", "root", "snapshot", "tokens", "types",
+        "volume",
     },
     "check": {"disk", "errors", "index", "layers", "snapshot", "types"},
     "counters": {"errors", "types"},

@@ -124,7 +124,7 @@ def prompts(n: int, length: int = N) -> list[list[int]]:
 
 def full_for(disk: DiskTier, spare: float) -> None:
     """Set the budget to what is there and *spare* more snapshots of one unit."""
-    disk.max_bytes = disk.root.nbytes() + int(spare * UNIT)
+    disk.budget.max_bytes = disk.root.nbytes() + int(spare * UNIT)
 
 
 def orphan(disk: DiskTier, nbytes: int, suffix: str = ".safetensors") -> Path:
@@ -453,7 +453,7 @@ def test_foreign_files_leave_less_room(disk: DiskTier) -> None:
     disk.save(new(third))
     assert [n_found(disk, ids) for ids in (first, second, third)] == [0, N, N]
     assert foreign.stat().st_size == UNIT
-    assert disk.root.nbytes() <= disk.max_bytes
+    assert disk.root.nbytes() <= disk.budget.max_bytes
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".tmp"])
@@ -467,7 +467,7 @@ def test_orphans_go_before_snapshots(disk: DiskTier, suffix: str) -> None:
     disk.save(new(third))
     assert not left.exists()
     assert [n_found(disk, ids) for ids in (first, second, third)] == [N, N, N]
-    assert disk.n_evicted == 0
+    assert disk.budget.n_evicted == 0
 
 
 def test_orphans_go_before_snapshots_when_asked_to_evict(disk: DiskTier) -> None:
@@ -492,13 +492,13 @@ def test_what_can_never_fit_evicts_nothing(disk: DiskTier) -> None:
     small = prompts(5)
     for ids in small:
         disk.save(new(ids))
-    disk.max_bytes = disk.root.nbytes()
+    disk.budget.max_bytes = disk.root.nbytes()
     with pytest.raises(TooLarge) as caught:
         disk.save(new([9, *tokens(800)]))
-    assert caught.value.budget_bytes == disk.max_bytes
+    assert caught.value.budget_bytes == disk.budget.max_bytes
     assert caught.value.nbytes > 8 * UNIT
     assert [n_found(disk, ids) for ids in small] == [N] * 5
-    assert disk.n_evicted == 0
+    assert disk.budget.n_evicted == 0
 
 
 def test_what_can_never_fit_beside_its_chain_evicts_nothing(disk: DiskTier) -> None:
@@ -506,12 +506,12 @@ def test_what_can_never_fit_beside_its_chain_evicts_nothing(disk: DiskTier) -> N
     ids, other = [7, *tokens(499)], prompts(1)[0]
     disk.save(new(other))
     disk.save(new(ids[:300]))
-    disk.max_bytes = disk.root.nbytes() - UNIT // 2
+    disk.budget.max_bytes = disk.root.nbytes() - UNIT // 2
     with pytest.raises(TooLarge):
         disk.save(new(ids, first=300))
     assert n_found(disk, other) == N
     assert n_found(disk, ids) == 300
-    assert disk.n_evicted == 0
+    assert disk.budget.n_evicted == 0
 
 
 @pytest.mark.parametrize("obstacle", ["foreign", "pinned"])
@@ -550,7 +550,7 @@ def test_the_least_recently_used_leaf_goes_first(disk: DiskTier) -> None:
         (gone,) = before.keys() - disk.index.names()
         evicted.append(before[gone])
         assert {path.stem for path in disk.root.files()} == disk.index.names()
-        assert disk.n_evicted == n_evicted
+        assert disk.budget.n_evicted == n_evicted
     assert evicted == [len(unused), len(alone), len(used), len(root)]
 
 
@@ -590,10 +590,10 @@ def test_what_a_save_continues_is_spared(disk: DiskTier) -> None:
 
 def test_the_sums_are_those_of_the_directory(disk: DiskTier) -> None:
     """After any of it the bytes are within the budget and equal a walk (Q09)."""
-    disk.max_bytes = disk.root.nbytes() + 4 * UNIT
+    disk.budget.max_bytes = disk.root.nbytes() + 4 * UNIT
     for number in range(12):
         disk.save(new([number % 5, *tokens(60 + number, seed=number % 5)]))
-        assert disk.root.nbytes() == walk(disk.root.path) <= disk.max_bytes
+        assert disk.root.nbytes() == walk(disk.root.path) <= disk.budget.max_bytes
         assert {path.stem for path in disk.root.files()} == disk.index.names()
 
 
@@ -606,7 +606,7 @@ def test_rows_without_files_do_not_count_as_freed(disk: DiskTier) -> None:
     full_for(disk, 0.5)
     disk.save(new(last))
     assert n_found(disk, last) == N
-    assert disk.root.nbytes() <= disk.max_bytes
+    assert disk.root.nbytes() <= disk.budget.max_bytes
 
 
 def test_the_index_does_not_eat_the_budget(tmp_path: Path) -> None:
@@ -617,7 +617,7 @@ def test_the_index_does_not_eat_the_budget(tmp_path: Path) -> None:
             ids = [number, *tokens(10, seed=number)]
             disk.save(new(ids))
             assert n_found(disk, ids) == len(ids)
-            assert disk.root.nbytes() <= disk.max_bytes
+            assert disk.root.nbytes() <= disk.budget.max_bytes
     finally:
         disk.close()
 
@@ -650,7 +650,7 @@ def test_sweep_leaves_what_is_not_ours(disk: DiskTier, tmp_path: Path) -> None:
     link.symlink_to(target)
     (place / f"{name}.tmp").mkdir()
     ours = [orphan(disk, 5), orphan(disk, 5, ".tmp")]
-    disk.sweep()
+    disk.budget.sweep()
     assert all(path.read_bytes() == b"foreign" for path in foreign)
     assert link.is_symlink()
     assert target.read_bytes() == b"target"
@@ -665,13 +665,13 @@ def test_sweep_leaves_what_is_being_written(disk: DiskTier) -> None:
     path = orphan(disk, 0, ".tmp")
     path.unlink()
     with snapshot.create(path):
-        disk.sweep()
+        disk.budget.sweep()
         assert path.exists()
         assert check(disk) == []
         os.rename(path, path.with_suffix(".safetensors"))
-        disk.sweep()
+        disk.budget.sweep()
         assert path.with_suffix(".safetensors").exists()
-    disk.sweep()
+    disk.budget.sweep()
     assert not path.with_suffix(".safetensors").exists()
 
 

@@ -23,7 +23,7 @@ from promptstore import PromptStore, StoreTooNew, StoreUnavailable
 from promptstore.index import Index, database, prepare
 
 # Append only: an index that was made by a released version has these names in it.
-RELEASED = ("m001_snapshots",)
+RELEASED = ("m001_snapshots", "m002_care")
 
 N_PROCESSES = 12
 
@@ -113,7 +113,9 @@ def test_an_index_is_made_from_nothing(path: Path) -> None:
         ("layouts", 1),
         ("namespaces", 1),
         ("prefixes", 1),
+        ("sightings", 1),
         ("snapshots", 1),
+        ("writes", 1),
     ]
     assert query(path, "pragma journal_mode") == [("wal",)]
     assert query(path, "pragma integrity_check") == [("ok",)]

@@ -91,14 +91,14 @@ def test_foreign_files_are_never_removed(tmp_path: Path) -> None:
     directory.mkdir(parents=True)
     ours = [put(root.path_of(f"{n:032x}")) for n in range(3)]
     ours.append(put(root.path_of("f" * 32).with_suffix(".tmp")))
-    disk.sweep()
+    disk.budget.sweep()
     assert [path for path in ours if path.exists()] == []
     assert all(path.read_bytes() == b"precious" for path in foreign)
     assert link.is_symlink()
     assert (tmp_path / "elsewhere").read_bytes() == b"precious"
     assert directory.is_dir()
     disk.evict(0)
-    disk.sweep()
+    disk.budget.sweep()
     assert all(path.read_bytes() == b"precious" for path in foreign)
     disk.close()
 
@@ -112,13 +112,13 @@ def test_a_sweep_spares_what_has_a_row_or_a_maker(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "store", 1 << 30, verify="off", read_only=False)
     (stored,) = disk.index.names()
     with disk.root.new_file(NAME) as (_, publish):
-        disk.sweep()
+        disk.budget.sweep()
         assert disk.root.path_of(NAME).with_suffix(".tmp").exists()
         publish()
-        disk.sweep()
+        disk.budget.sweep()
         assert disk.root.path_of(NAME).exists()
     assert disk.root.path_of(stored).exists()
-    disk.sweep()
+    disk.budget.sweep()
     assert not disk.root.path_of(NAME).exists()
     assert disk.root.path_of(stored).exists()
     disk.close()

@@ -2526,7 +2526,7 @@ def test_two_processes_with_the_same_prompts_end_with_one_of_each(
         assert (child.returncode, err) == (0, "")
     store = open_store()
     ends = [info.end for info in store.snapshots()]
-    assert sorted(ends) == sorted(set(ends))
+    assert sorted(ends) == sorted(set(ends)), list(store.snapshots())
     assert len(files(root)) == len(ends)
     for number in range(8):
         ids = [number, *tokens(150 + number, seed=number)]

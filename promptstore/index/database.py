@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from promptstore.errors import StoreTooNew, StoreUnavailable
+from promptstore.failpoints import reach
 from promptstore.migrations import NAMES
 
 _BUSY_S = 5.0
@@ -29,10 +30,13 @@ def prepare(path: Path, lock: Path) -> None:
         StoreUnavailable: It is not a database.
     """
     with _flock(lock):
+        reach("open: lock taken")
         db = connect(path, read_only=False)
+        reach("open: index made")
         try:
             refuse_newer(db, path)
             db.execute("pragma journal_mode = wal")
+            reach("open: log switched on")
             if set(NAMES) - _applied(db):
                 _migrate(db)
         except sqlite3.DatabaseError as error:
@@ -71,9 +75,12 @@ def _migrate(db: sqlite3.Connection) -> None:
     from promptstore.migrations.migrations import index_migrations
 
     db.execute("begin immediate")
+    reach("migrate: begun")
     try:
         index_migrations.apply(Database(db, execute_plugins=False))
+        reach("migrate: steps applied")
         db.execute("commit")
+        reach("migrate: committed")
     except BaseException:
         with contextlib.suppress(sqlite3.Error):
             db.execute("rollback")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from promptstore import prefix
+from promptstore.failpoints import reach
 from promptstore.index.database import connect, refuse_newer
 from promptstore.index.rows import Layout, NewRow, Row, pack, select
 from promptstore.index.search import Found, Search, ancestors
@@ -213,6 +214,7 @@ class Index:
                 "on namespaces.id = namespace where digest = ? and layers = ?",
                 (digest, layers),
             ).fetchone()
+        reach("insert: layout made")
         return Layout(id_, prefix.seed(digest, layers), layers)
 
     def add(self, new: NewRow) -> int:
@@ -256,6 +258,7 @@ class Index:
             )
             if not done.rowcount:
                 raise Duplicate
+            reach("insert: row written")
             id_ = int(done.lastrowid or 0)
             if new.layout.is_whole:
                 return id_  # found by its end alone
@@ -348,6 +351,8 @@ class Index:
             # Children have later ids than their parents, so leaves go first.
             for id_ in sorted(removed, reverse=True):
                 self._db.execute("delete from snapshots where id = ?", (id_,))
+                reach("remove: row written")
+        reach("remove: rows gone")
         return list(removed.values())
 
     def remove_lost_prefixes(self) -> None:
@@ -371,6 +376,7 @@ class Index:
         """Move what is in the write-ahead log into the database."""
         with self._lock:
             self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
+        reach("evict: log truncated")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

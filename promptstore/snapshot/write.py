@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from promptstore.extent import Chunk
+from promptstore.failpoints import reach
 from promptstore.snapshot import header
 from promptstore.snapshot.header import Contents, Written, nbytes_of
 from promptstore.snapshot.rows import Placed, Rows, advance, groups
@@ -98,10 +99,13 @@ def write(fd: int, contents: Contents, body: Body) -> Written:
     sums.append(_write_slabs(fd, body.state))
     ids = np.ascontiguousarray(body.tokens, "<i8").view(np.uint8)
     sums.append(_write_slabs(fd, [ids]))
+    reach("insert: rows written")
     head = header.build(contents, b"".join(sums))
     assert len(head) == data_start
     _write_all(fd, head)
+    reach("insert: header written")
     os.fsync(fd)
+    reach("insert: file synced")
     checksums = xxhash.xxh3_128_digest(head) + b"".join(sums)
     return Written(data_start + shape.data_nbytes, checksums)
 
