@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from promptstore.errors import (
+    DailyLimit,
     ModelUnreadable,
+    NoSpace,
     NotCovered,
     PromptStoreError,
     StoreClosed,
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DailyLimit",
     "Explanation",
     "Finding",
     "Match",
     "ModelUnreadable",
     "Namespace",
+    "NoSpace",
     "NotCovered",
     "PromptStore",
     "PromptStoreError",

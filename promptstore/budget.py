@@ -1,89 +1,155 @@
-"""The budget of everything under the root, and what goes when it is short."""
+"""The budget of everything under the root, and who goes when it is short."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from promptstore import snapshot
-from promptstore.errors import TooLarge
+from promptstore import eviction, snapshot
+from promptstore.errors import DailyLimit, NoSpace, PromptStoreError, TooLarge
 from promptstore.failpoints import reach
 from promptstore.index import Row
 from promptstore.volume import Volume
 
 
-class Budget:
-    """Keeps the bytes of everything under a root within a bound.
+@dataclass(frozen=True)
+class Limits:
+    """What a store may take of a disk.
 
     Args:
-        max_bytes: The bound.
+        max_bytes: Bytes of everything under the root.
+        min_free_bytes: What must remain free on the file system.
+        daily_write_bytes: Bytes of snapshots to be written on a day (UTC), by all
+            processes together; ``None`` for no limit.
     """
 
-    def __init__(self, volume: Volume, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    max_bytes: int
+    min_free_bytes: int = 0
+    daily_write_bytes: int | None = None
+
+
+class Budget:
+    """Keeps what lies under a root within its limits. On the writer's thread."""
+
+    def __init__(self, volume: Volume, limits: Limits) -> None:
+        self.limits = limits
         self.n_evicted = 0
         self._volume = volume
-        self._swept = False
+        self._stray_bytes: int | None = None
+        self._leases: Counter[int] = Counter()
+        self._lock = threading.Lock()
 
     def forget(self) -> None:
         """Forget what was found in a directory that is gone."""
-        self._swept = False
+        self._stray_bytes = None
+        with self._lock:
+            self._leases.clear()
+
+    @contextlib.contextmanager
+    def lease(self, ids: Iterable[int]) -> Iterator[None]:
+        """Protect snapshots that are being read from eviction by this process.
+
+        Another process may evict them; what is open can still be read to its end.
+        """
+        ids = list(ids)
+        with self._lock:
+            self._leases.update(ids)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leases.subtract(ids)
+                self._leases = +self._leases
 
     def require_fit(self, nbytes: int, chain: Collection[Row]) -> None:
-        """Make room for *nbytes* that continue *chain*, which stays.
+        """Make room for *nbytes* that continue *chain*, which stays; count them.
 
         Raises:
-            TooLarge: They do not fit together; nothing was evicted.
+            TooLarge, NoSpace: They do not fit together; nothing was evicted.
+            DailyLimit: Too much was written today.
         """
         held = sum(row.nbytes for row in chain)
-        if held + nbytes > self.max_bytes:
-            raise TooLarge(held + nbytes, self.max_bytes)
+        if held + nbytes > self.limits.max_bytes:
+            raise TooLarge(held + nbytes, self.limits.max_bytes)
         self.make_room(nbytes, frozenset(row.id for row in chain))
+        most = self.limits.daily_write_bytes
+        if not self._volume.writer.reserve(nbytes, most):
+            raise DailyLimit(nbytes, most or 0)
 
     def make_room(self, nbytes: int, spare: frozenset[int]) -> None:
-        """Bring everything under the root to the budget less *nbytes*.
+        """Bring everything under the root to its limits less *nbytes*.
 
         Args:
             nbytes: Bytes about to be written.
             spare: Snapshots that stay.
 
         Raises:
-            TooLarge: They do not fit together; nothing was evicted.
+            TooLarge, NoSpace: They do not fit together; nothing was evicted.
         """
         root, index = self._volume.root, self._volume.writer
-        if not self._swept:
-            self._swept = True
-            self.sweep()
-        if root.nbytes() + nbytes <= self.max_bytes:
+        self._sweep_strays()
+        bound, error = self._bound(nbytes)
+        if root.nbytes() + nbytes <= bound:
             return
-        self.sweep()
         index.truncate_log()
+        spare |= self._leased()
         stays = root.nbytes() - index.nbytes() + index.protected_nbytes(spare)
-        if stays + nbytes > self.max_bytes:
-            raise TooLarge(stays + nbytes, self.max_bytes)
+        if stays + nbytes > bound:
+            raise error
         for _ in range(2):  # evicting makes the log grow, which counts as well
-            self._evict(self.max_bytes - nbytes, spare)
+            self._evict(bound - nbytes, spare)
             index.truncate_log()
-        total = root.nbytes() + nbytes
-        if total > self.max_bytes:
-            raise TooLarge(total, self.max_bytes)
+        if root.nbytes() + nbytes > bound:
+            raise error
+
+    def _bound(self, nbytes: int) -> tuple[int, PromptStoreError]:
+        """Return the bytes that may lie under the root, and what to raise if the
+        thing to be written cannot be had within them."""
+        limits = self.limits
+        free = self._volume.root.free_bytes()
+        bound = self._volume.root.nbytes() + free - limits.min_free_bytes
+        if bound < limits.max_bytes:
+            return bound, NoSpace(nbytes, free, limits.min_free_bytes)
+        return limits.max_bytes, TooLarge(nbytes, limits.max_bytes)
 
     def evict(self, max_bytes: int) -> None:
         """Evict leaves until everything under the root is within *max_bytes*."""
         self.sweep()
-        self._evict(max_bytes, frozenset())
+        self._evict(max_bytes, self._leased())
 
     def _evict(self, max_bytes: int, spare: frozenset[int]) -> None:
         root, index = self._volume.root, self._volume.writer
         total = root.nbytes()
-        for row in index.victims(spare):
+        if total <= max_bytes:
+            return
+        for one in eviction.order(index.candidates(), spare, time.time_ns()):
             if total <= max_bytes:
                 return
-            if index.remove_leaf(row.id):
+            if index.remove_leaf(one.id):
                 reach("evict: row gone")
-                total -= root.unlink(row.name)
+                total -= root.unlink(one.name)
                 reach("evict: file gone")
                 self.n_evicted += 1
+
+    def _leased(self) -> frozenset[int]:
+        with self._lock:
+            return frozenset(self._leases)
+
+    def _sweep_strays(self) -> None:
+        """Sweep if there is more under the root that no row knows than there was."""
+        stray = self._n_stray()
+        if self._stray_bytes is None or stray > self._stray_bytes:
+            self.sweep()
+            self._stray_bytes = self._n_stray()
+
+    def _n_stray(self) -> int:
+        root = self._volume.root
+        return root.nbytes() - root.index_nbytes() - self._volume.writer.nbytes()
 
     def sweep(self) -> None:
         """Remove files of ours that no row knows and no process is making."""

@@ -7,6 +7,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
+from typing import Any
 
 from promptstore.errors import PromptStoreError
 from promptstore.types import Match, Reason, ReasonKind
@@ -28,6 +29,11 @@ class Counters:
         """Count an insert."""
         with self._lock:
             self._counts["n_inserts"] += 1
+
+    def decline(self) -> None:
+        """Count a prompt that the disk tier did not admit."""
+        with self._lock:
+            self._counts["n_declined"] += 1
 
     def match(self, match: Match, n_asked: int) -> None:
         """Count a match and its reason."""
@@ -57,7 +63,7 @@ class Counters:
         _log.warning("%s (further ones are only counted)", message)
         _log.debug("the first %s", cause, exc_info=exc_info)
 
-    def snapshot(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
         """Return copies: counts, reasons by kind, errors by cause."""
         with self._lock:
             return dict(self._counts), dict(self._reasons), dict(self._errors)

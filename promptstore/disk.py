@@ -19,8 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from promptstore import delta, prefix, resume, snapshot
-from promptstore.budget import Budget
+from promptstore import access, delta, prefix, resume, snapshot
+from promptstore.admission import Admission, is_seen
+from promptstore.budget import Budget, Limits
 from promptstore.delta import NewSnapshot
 from promptstore.errors import NotCovered, TooLarge
 from promptstore.extent import Extent, Shape
@@ -66,9 +67,12 @@ class DiskTier:
 
     Args:
         path: The directory; made if it is not there.
-        max_bytes: The budget of everything under it.
+        limits: What may be taken of the disk.
         verify: ``"first-use"``, ``"always"`` or ``"off"``.
         read_only: Change nothing.
+        admission: Which prompts are written.
+        full_sync: Have what is committed survive a power cut.
+        allow_network: Use a network file system, whatever comes of it.
         max_checkpoints: States to keep on one chain.
 
     Raises:
@@ -78,15 +82,22 @@ class DiskTier:
     def __init__(
         self,
         path: Path,
-        max_bytes: int,
+        limits: Limits,
         *,
         verify: str,
         read_only: bool,
+        admission: Admission = "always",
+        full_sync: bool = False,
+        allow_network: bool = False,
         max_checkpoints: int = _MAX_CHECKPOINTS,
     ) -> None:
-        self.volume = Volume(path, read_only=read_only)
+        access.require_own(path)
+        if not allow_network:
+            access.require_local(path)
+        self.volume = Volume(path, read_only=read_only, full_sync=full_sync)
         self.volume.on_replaced = self._forget
-        self.budget = Budget(self.volume, max_bytes)
+        self.budget = Budget(self.volume, limits)
+        self._admission = admission
         self.max_checkpoints = max_checkpoints
         self.read_only = read_only
         self.bytes_written = 0
@@ -182,14 +193,15 @@ class DiskTier:
             SnapshotError: A file is missing, damaged or unreadable.
             NotCovered: A layer has no codec.
         """
-        cache, nbytes, verified = restore(
-            look_up.plan,
-            look_up.layers,
-            n_total,
-            path_of=self.root.path_of,
-            verify=self._must_verify,
-            pool=self._pool,
-        )
+        with self.budget.lease(piece.row.id for piece in look_up.plan.pieces):
+            cache, nbytes, verified = restore(
+                look_up.plan,
+                look_up.layers,
+                n_total,
+                path_of=self.root.path_of,
+                verify=self._must_verify,
+                pool=self._pool,
+            )
         self.bytes_read += nbytes
         if self._verify == "first-use":
             self._verified |= verified
@@ -216,19 +228,21 @@ class DiskTier:
 
     # -------------------------------------------------------------- writing
 
-    def save(self, new: NewSnapshot) -> tuple[int, ...]:
+    def save(self, new: NewSnapshot) -> tuple[int, ...] | None:
         """Store what of *new* is not stored yet. On the writer's thread.
 
         Returns:
-            The snapshots that hold it.
+            The snapshots that hold it; ``None`` if it was not admitted.
 
         Raises:
-            TooLarge: It does not fit into the budget; nothing was evicted.
+            TooLarge, NoSpace, DailyLimit: It is beyond the limits; nothing was evicted.
             NotCovered: What it continues went away meanwhile.
             OSError, sqlite3.Error: As the system says.
         """
         self.volume.stay_in_place()
         layout = self._writer.layout(new.namespace, new.text)
+        if not self._admits(layout, new):
+            return None
         for _ in range(_TRIES):
             self.volume.unlink(self._writer.remove_expired())
             with contextlib.suppress(ParentGone):
@@ -242,6 +256,12 @@ class DiskTier:
                 self._keep_budget(ids)
                 return ids
         raise NotCovered("what it continues was evicted again and again")
+
+    def _admits(self, layout: Layout, new: NewSnapshot) -> bool:
+        """Whether a prompt is worth writing, asked once for each insert."""
+        if self._admission == "always" or new.is_special:
+            return True
+        return is_seen(self._writer, layout, new)
 
     def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
         """Write the rows that the chain lacks; return the chain that has them all.

@@ -13,6 +13,8 @@
     │   └── SnapshotUnsupported  unknown format number or cache class
     ├── NotCovered             a cache cannot give the asked range of tokens
     ├── TooLarge               one thing exceeds a budget; nothing was evicted
+    ├── NoSpace                too little is free on the file system
+    ├── DailyLimit             today's bytes are written
     ├── ModelUnreadable        a model directory cannot be identified
     ├── UnknownSnapshot        no snapshot has that id or label
     └── WriteFailed            what the writer thread met; raised by flush()
@@ -103,6 +105,42 @@ class TooLarge(PromptStoreError):
         super().__init__(f"{nbytes} bytes do not fit into {budget_bytes} bytes")
         self.nbytes = nbytes
         self.budget_bytes = budget_bytes
+
+
+class NoSpace(PromptStoreError):
+    """Writing would leave less free than ``min_free_bytes``; nothing was evicted.
+
+    Attributes:
+        nbytes: The size of what was to be written.
+        free_bytes: What is free now.
+        min_free_bytes: What must remain free.
+    """
+
+    def __init__(self, nbytes: int, free_bytes: int, min_free_bytes: int) -> None:
+        super().__init__(
+            f"{nbytes} bytes would not leave {min_free_bytes} bytes free on the file "
+            f"system, of {free_bytes} that are; free some, or lower min_free_bytes"
+        )
+        self.nbytes = nbytes
+        self.free_bytes = free_bytes
+        self.min_free_bytes = min_free_bytes
+
+
+class DailyLimit(PromptStoreError):
+    """Writing would exceed ``daily_write_bytes``; it works again tomorrow (UTC).
+
+    Attributes:
+        nbytes: The size of what was to be written.
+        max_bytes: What a day may have.
+    """
+
+    def __init__(self, nbytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"{nbytes} bytes more would exceed the {max_bytes} bytes of a day; raise "
+            "daily_write_bytes, or wait until tomorrow (UTC)"
+        )
+        self.nbytes = nbytes
+        self.max_bytes = max_bytes
 
 
 class ModelUnreadable(PromptStoreError):

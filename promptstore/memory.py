@@ -39,6 +39,7 @@ class Entry:
             a longer entry covers it.
         durable: Whether the disk tier has all its tokens.
         pending: Whether a write is queued.
+        declined: Whether the disk tier did not admit it.
         evicted: Evicted while pending; leaves when the write is done.
         readers: How many are copying from it.
         rows: The snapshots that hold it on disk, once it is durable.
@@ -54,10 +55,16 @@ class Entry:
     keep: bool = False
     durable: bool = False
     pending: bool = False
+    declined: bool = False
     evicted: bool = False
     readers: int = 0
     rows: tuple[int, ...] = ()
     expires_s: float = math.inf
+
+    @property
+    def must_be_saved(self) -> bool:
+        """Whether the disk tier has yet to be asked to take it."""
+        return not (self.durable or self.pending or self.declined)
 
 
 class MemoryTier:
@@ -238,9 +245,9 @@ class MemoryTier:
                     self._drop(entry)
 
     def unsaved(self) -> list[Entry]:
-        """Return the entries that are neither durable nor on their way."""
+        """Return the entries that are not durable, nor on their way, nor declined."""
         with self._lock:
-            return [e for e in self._order if not e.durable and not e.pending]
+            return [entry for entry in self._order if entry.must_be_saved]
 
     def clear(self) -> None:
         """Drop everything."""

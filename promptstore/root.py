@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from promptstore import snapshot
 from promptstore.errors import StoreUnavailable
 from promptstore.failpoints import reach
+from promptstore.usage import Usage
 
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
@@ -23,12 +26,15 @@ class Root:
 
     Args:
         path: The directory.
+        full_sync: Sync through the drive's own cache, where that is another thing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, full_sync: bool = False) -> None:
         self.path = path
         self.index = path / "index.db"
         self.lock = path / "store.lock"
+        self._full_sync = full_sync
+        self._usage = Usage(path, _is_final_name)
 
     def make(self) -> None:
         """Make the directory if it is not there.
@@ -40,8 +46,11 @@ class Root:
         if root.exists() and not root.is_dir():
             raise StoreUnavailable(root, "is a file, not a directory")
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (root / "snapshots").mkdir(mode=0o700, exist_ok=True)
+            root.parent.mkdir(parents=True, exist_ok=True)
+            # One that holds other things as well may be the user's home.
+            if not root.exists() or self.index.exists() or not any(root.iterdir()):
+                _make_private(root)
+            _make_private(root / "snapshots")
         except OSError as error:
             raise StoreUnavailable(
                 root, f"cannot be used as a store: {error.strerror}"
@@ -72,27 +81,53 @@ class Root:
         final = self.path_of(name)
         temporary = final.with_suffix(_TEMPORARY)
         if not final.parent.exists():
-            final.parent.parent.mkdir(mode=0o700, exist_ok=True)
-            final.parent.mkdir(mode=0o700, exist_ok=True)
-            _sync(final.parent.parent)
-
-        def publish() -> None:
-            os.rename(temporary, final)
-            reach("insert: file renamed")
-            _sync(final.parent)  # a row must not survive a power cut without its file
-            reach("insert: directory synced")
-
+            _make_private(final.parent.parent)
+            _make_private(final.parent)
+            self._sync(final.parent.parent)
         try:
             with snapshot.create(temporary) as fd:
                 reach("insert: file made")
+
+                def publish() -> None:
+                    self._sync(fd)
+                    reach("insert: file synced")
+                    os.rename(temporary, final)
+                    reach("insert: file renamed")
+                    # A row must not survive a power cut without its file.
+                    self._sync(final.parent)
+                    reach("insert: directory synced")
+
                 yield fd, publish
         finally:
             temporary.unlink(missing_ok=True)
             reach("insert: file closed")
 
+    def _sync(self, file: int | Path) -> None:
+        """Have the system write a file, or the names in a directory, to the device."""
+        if isinstance(file, int):
+            return _sync(file, full=self._full_sync)
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _sync(fd, full=self._full_sync)
+        finally:
+            os.close(fd)
+
     def nbytes(self) -> int:
         """Return the bytes of everything under the root."""
-        return sum(size for _, size in _files(self.path))
+        return self._usage.nbytes()
+
+    def index_nbytes(self) -> int:
+        """Return the bytes of the index, with its log."""
+        nbytes = 0
+        for name in _OWN:
+            with contextlib.suppress(OSError):
+                nbytes += (self.path / name).stat(follow_symlinks=False).st_size
+        return nbytes
+
+    def free_bytes(self) -> int:
+        """Return what is free on the file system for this user."""
+        info = os.statvfs(self.path)
+        return info.f_bavail * info.f_frsize
 
     def files(self) -> list[Path]:
         """Return every file under the root but the index and the lock."""
@@ -114,7 +149,7 @@ class Root:
 
     def is_final(self, path: Path) -> bool:
         """Whether a file of ours has its final name."""
-        return path.suffix == _SUFFIX
+        return _is_final_name(path.name)
 
     def unlink(self, name: str) -> int:
         """Remove the file of a snapshot, if it is there; return the bytes freed."""
@@ -135,12 +170,24 @@ class Root:
         return info.st_dev, info.st_ino
 
 
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+def _is_final_name(name: str) -> bool:
+    stem, suffix = os.path.splitext(name)
+    return suffix == _SUFFIX and bool(_NAME.fullmatch(stem))
+
+
+def _sync(fd: int, *, full: bool) -> None:
+    # On macOS fsync leaves the bytes in the drive's own cache.
+    if full and hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+    else:
         os.fsync(fd)
-    finally:
-        os.close(fd)
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory for its owner only, whatever the umask, or make it so."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if stat.S_IMODE(directory.stat().st_mode) != 0o700:
+        directory.chmod(0o700)
 
 
 def _files(directory: Path) -> Iterator[tuple[Path, int]]:

@@ -155,19 +155,23 @@ class Saver:
     def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
         """Write one prompt. On the writer's thread."""
         assert self._disk is not None
-        rows = None
+        rows, declined = None, False
         try:
             rows = self._disk.save(new)
+            declined = rows is None
         except Exception as error:
             self._counters.trouble(error)
             raise
         finally:
+            if declined:
+                self._counters.decline()
             if entry is not None:
+                entry.declined = declined
                 self._memory.settle(entry, rows)
 
     def save_evicted(self, entry: Entry) -> None:
         """Write back what memory evicts, on the thread that caused it."""
-        if self._write == "back" and not entry.pending:
+        if self._write == "back" and entry.must_be_saved:
             self._write_back(entry, self._timeout_s)
 
     def _write_back(self, entry: Entry, timeout_s: float | None) -> None:

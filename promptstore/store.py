@@ -14,6 +14,8 @@ from typing import Any, Literal, Self, get_args
 
 import platformdirs
 
+from promptstore.admission import Admission
+from promptstore.budget import Limits
 from promptstore.check import check, repair
 from promptstore.counters import Counters
 from promptstore.disk import DiskTier
@@ -36,6 +38,7 @@ from promptstore.types import (
 from promptstore.writer import Writer, deadline
 
 Verify = Literal["first-use", "always", "off"]
+Durability = Literal["normal", "full"]
 
 _AT_EXIT_S = 60.0
 _MAX_TTL_S = 3.2e9  # a century
@@ -92,6 +95,11 @@ class PromptStore:
         min_tokens: int = 64,
         verify: Verify = "first-use",
         read_only: bool = False,
+        durability: Durability = "normal",
+        min_free_bytes: int = 1 << 30,
+        daily_write_bytes: int | None = None,
+        admission: Admission = "always",
+        allow_network: bool = False,
         queue_bytes: int = 1 << 30,
         insert_timeout_s: float = 5.0,
     ) -> Self:
@@ -107,6 +115,18 @@ class PromptStore:
             min_tokens: Shorter prompts stay in memory only.
             verify: When the bytes of a snapshot are compared with their checksums.
             read_only: Change nothing on disk.
+            durability: What `flush` has acknowledged survives a crash of the process
+                (``"normal"``) or a power cut as well (``"full"``, which syncs the
+                index at every commit).
+            min_free_bytes: What must remain free on the file system: snapshots are
+                evicted for it, and nothing is written that would take it.
+            daily_write_bytes: Bytes of snapshots that may be written on a day (UTC),
+                by all processes together; ``None`` for no limit.
+            admission: ``"always"``, or ``"second-use"``: a prompt is written when at
+                least half of it was inserted before. What has a label, a pin or a
+                time to live always is.
+            allow_network: Use a network file system, where SQLite's locks do not
+                work: only if no other process ever uses the store.
             queue_bytes: Bytes that may wait for the writer.
             insert_timeout_s: How long `insert` waits for room in that queue; then
                 the prompt is not written, and counted as ``queue-full``.
@@ -116,17 +136,32 @@ class PromptStore:
                 version wrote it); nothing on disk was changed.
             ValueError: An argument is out of its range.
         """
-        _check_options(write, verify)
+        _check_options(
+            write=(write, Write),
+            verify=(verify, Verify),
+            durability=(durability, Durability),
+            admission=(admission, Admission),
+        )
         _check_sizes(
             memory_bytes=memory_bytes,
             disk_bytes=disk_bytes,
             min_tokens=min_tokens,
             queue_bytes=queue_bytes,
+            min_free_bytes=min_free_bytes,
+            daily_write_bytes=daily_write_bytes or 0,
         )
         disk = None
         if disk_bytes:
             root = Path(path) if path else platformdirs.user_cache_path("promptstore")
-            disk = DiskTier(root, disk_bytes, verify=verify, read_only=read_only)
+            disk = DiskTier(
+                root,
+                Limits(disk_bytes, min_free_bytes, daily_write_bytes),
+                verify=verify,
+                read_only=read_only,
+                admission=admission,
+                full_sync=durability == "full",
+                allow_network=allow_network,
+            )
         return cls(
             disk,
             memory_bytes=memory_bytes,
@@ -351,6 +386,7 @@ class PromptStore:
             bytes_written=disk.bytes_written,
             bytes_read=disk.bytes_read,
             n_evicted_disk=disk.budget.n_evicted,
+            written_by_day=disk.index.written_by_day(),
         )
 
     # ---------------------------------------------------------------- managing
@@ -472,13 +508,11 @@ def _check_wish(label: object, ttl_s: object) -> None:
         raise ValueError(f"ttl_s must be in (0, {_MAX_TTL_S:.0f}), not {ttl_s}")
 
 
-def _check_options(write: str, verify: str) -> None:
-    for name, value, allowed in (
-        ("write", write, get_args(Write)),
-        ("verify", verify, get_args(Verify)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, not {value!r}")
+def _check_options(**options: tuple[str, Any]) -> None:
+    for name, (value, allowed) in options.items():
+        if value not in get_args(allowed):
+            words = get_args(allowed)
+            raise ValueError(f"{name} must be one of {words}, not {value!r}")
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -224,7 +224,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What the store holds, and what it did since it was opened."""
+    """What the store holds, and what it did since it was opened.
+
+    Args:
+        n_declined: Prompts that ``admission`` kept off the disk.
+        written_by_day: Bytes of snapshots that all processes wrote on each day
+            (UTC), as ``"2026-11-30"``.
+        reasons: Matches that were no more, by the kind of their reason.
+        errors: Trouble, by its cause.
+    """
 
     n_entries: int = 0
     n_snapshots: int = 0
@@ -238,9 +246,11 @@ class StoreStats:
     tokens_asked: int = 0
     tokens_reused: int = 0
     n_inserts: int = 0
+    n_declined: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
     n_evicted_memory: int = 0
     n_evicted_disk: int = 0
+    written_by_day: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)

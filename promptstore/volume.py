@@ -20,13 +20,15 @@ class Volume:
     Args:
         path: The directory; made if it is not there.
         read_only: Change nothing.
+        full_sync: Have what is committed survive a power cut.
 
     Raises:
         StoreUnavailable: The directory cannot be used.
     """
 
-    def __init__(self, path: Path, *, read_only: bool) -> None:
-        self.root = Root(path)
+    def __init__(self, path: Path, *, read_only: bool, full_sync: bool = False) -> None:
+        self.root = Root(path, full_sync=full_sync)
+        self._full_sync = full_sync
         self.read_only = read_only
         self.on_replaced: Callable[[], None] = lambda: None
         """Called when another directory, or another index, is found in its place."""
@@ -46,7 +48,9 @@ class Volume:
             root.make()
             prepare(root.index, root.lock)
         self.index = Index(root.index, read_only=self.read_only)
-        self.writer = self.index if self.read_only else Index(root.index)
+        self.writer = self.index
+        if not self.read_only:
+            self.writer = Index(root.index, full_sync=self._full_sync)
         self._place = root.identity()
 
     def stay_in_place(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from builders import cut_to, kv_of, prints, tokens
 
 from promptstore import snapshot
+from promptstore.budget import Limits
 from promptstore.capture import take_in
 from promptstore.check import check
 from promptstore.delta import NewSnapshot
@@ -45,7 +46,7 @@ def open_tier(root: Path, **options: Any) -> DiskTier:
     options = {"max_bytes": 1 << 30, "verify": "first-use", "read_only": False} | (
         options
     )
-    return DiskTier(root, options.pop("max_bytes"), **options)
+    return DiskTier(root, Limits(options.pop("max_bytes")), **options)
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def prompts(n: int, length: int = N) -> list[list[int]]:
 
 def full_for(disk: DiskTier, spare: float) -> None:
     """Set the budget to what is there and *spare* more snapshots of one unit."""
-    disk.budget.max_bytes = disk.root.nbytes() + int(spare * UNIT)
+    disk.budget.limits = Limits(disk.root.nbytes() + int(spare * UNIT))
 
 
 def orphan(disk: DiskTier, nbytes: int, suffix: str = ".safetensors") -> Path:
@@ -453,7 +454,7 @@ def test_foreign_files_leave_less_room(disk: DiskTier) -> None:
     disk.save(new(third))
     assert [n_found(disk, ids) for ids in (first, second, third)] == [0, N, N]
     assert foreign.stat().st_size == UNIT
-    assert disk.root.nbytes() <= disk.budget.max_bytes
+    assert disk.root.nbytes() <= disk.budget.limits.max_bytes
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".tmp"])
@@ -492,10 +493,10 @@ def test_what_can_never_fit_evicts_nothing(disk: DiskTier) -> None:
     small = prompts(5)
     for ids in small:
         disk.save(new(ids))
-    disk.budget.max_bytes = disk.root.nbytes()
+    disk.budget.limits = Limits(disk.root.nbytes())
     with pytest.raises(TooLarge) as caught:
         disk.save(new([9, *tokens(800)]))
-    assert caught.value.budget_bytes == disk.budget.max_bytes
+    assert caught.value.budget_bytes == disk.budget.limits.max_bytes
     assert caught.value.nbytes > 8 * UNIT
     assert [n_found(disk, ids) for ids in small] == [N] * 5
     assert disk.budget.n_evicted == 0
@@ -506,7 +507,7 @@ def test_what_can_never_fit_beside_its_chain_evicts_nothing(disk: DiskTier) -> N
     ids, other = [7, *tokens(499)], prompts(1)[0]
     disk.save(new(other))
     disk.save(new(ids[:300]))
-    disk.budget.max_bytes = disk.root.nbytes() - UNIT // 2
+    disk.budget.limits = Limits(disk.root.nbytes() - UNIT // 2)
     with pytest.raises(TooLarge):
         disk.save(new(ids, first=300))
     assert n_found(disk, other) == N
@@ -590,10 +591,11 @@ def test_what_a_save_continues_is_spared(disk: DiskTier) -> None:
 
 def test_the_sums_are_those_of_the_directory(disk: DiskTier) -> None:
     """After any of it the bytes are within the budget and equal a walk (Q09)."""
-    disk.budget.max_bytes = disk.root.nbytes() + 4 * UNIT
+    disk.budget.limits = Limits(disk.root.nbytes() + 4 * UNIT)
     for number in range(12):
         disk.save(new([number % 5, *tokens(60 + number, seed=number % 5)]))
-        assert disk.root.nbytes() == walk(disk.root.path) <= disk.budget.max_bytes
+        most = disk.budget.limits.max_bytes
+        assert disk.root.nbytes() == walk(disk.root.path) <= most
         assert {path.stem for path in disk.root.files()} == disk.index.names()
 
 
@@ -606,7 +608,7 @@ def test_rows_without_files_do_not_count_as_freed(disk: DiskTier) -> None:
     full_for(disk, 0.5)
     disk.save(new(last))
     assert n_found(disk, last) == N
-    assert disk.root.nbytes() <= disk.budget.max_bytes
+    assert disk.root.nbytes() <= disk.budget.limits.max_bytes
 
 
 def test_the_index_does_not_eat_the_budget(tmp_path: Path) -> None:
@@ -617,7 +619,7 @@ def test_the_index_does_not_eat_the_budget(tmp_path: Path) -> None:
             ids = [number, *tokens(10, seed=number)]
             disk.save(new(ids))
             assert n_found(disk, ids) == len(ids)
-            assert disk.root.nbytes() <= disk.budget.max_bytes
+            assert disk.root.nbytes() <= disk.budget.limits.max_bytes
     finally:
         disk.close()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from builders import tokens
 
-from promptstore import Namespace, prefix
+from promptstore import Namespace, eviction, prefix
 from promptstore.extent import Band, Extent, StateArray
 from promptstore.index import (
     Duplicate,
@@ -929,9 +929,9 @@ def test_remove_leaf_spares_what_is_continued(index: Index, layout: Layout) -> N
 def evict(index: Index, spare: frozenset[int] = frozenset()) -> list[str]:
     """Remove all victims in turn; return their names."""
     gone = []
-    for row in index.victims(spare):
-        assert index.remove_leaf(row.id)
-        gone.append(row.name)
+    for one in eviction.order(index.candidates(), spare, time.time_ns()):
+        assert index.remove_leaf(one.id)
+        gone.append(one.name)
     return gone
 
 

@@ -11,6 +11,7 @@ import pytest
 from builders import kv, tokens
 
 from promptstore import Namespace, PromptStore, StoreUnavailable, snapshot
+from promptstore.budget import Limits
 from promptstore.disk import DiskTier
 from promptstore.root import Root
 
@@ -82,7 +83,7 @@ def test_a_link_is_never_ours(root: Root, tmp_path: Path) -> None:
 
 def test_foreign_files_are_never_removed(tmp_path: Path) -> None:
     """Neither a sweep nor eviction touches what is not ours; orphans of ours go."""
-    disk = DiskTier(tmp_path / "store", 1 << 30, verify="off", read_only=False)
+    disk = DiskTier(tmp_path / "store", Limits(1 << 30), verify="off", read_only=False)
     root = disk.root
     foreign = [put(root.path / name) for name in FOREIGN]
     link = root.path_of("01" * 16)
@@ -109,7 +110,7 @@ def test_a_sweep_spares_what_has_a_row_or_a_maker(tmp_path: Path) -> None:
     with PromptStore.open(tmp_path / "store") as store:
         store.insert(space, ids, kv(300))
         store.flush()
-    disk = DiskTier(tmp_path / "store", 1 << 30, verify="off", read_only=False)
+    disk = DiskTier(tmp_path / "store", Limits(1 << 30), verify="off", read_only=False)
     (stored,) = disk.index.names()
     with disk.root.new_file(NAME) as (_, publish):
         disk.budget.sweep()

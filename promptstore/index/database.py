@@ -87,12 +87,17 @@ def _migrate(db: sqlite3.Connection) -> None:
         raise
 
 
-def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+def connect(
+    path: Path, *, read_only: bool, full_sync: bool = False
+) -> sqlite3.Connection:
     if read_only:
         return _connect_read_only(path)
     try:
         _create(path)
         db = _configure(sqlite3.connect(path, **_OPTIONS))
+        if full_sync:
+            db.execute("pragma synchronous = full")
+            db.execute("pragma fullfsync = on")  # macOS; elsewhere it is the same
     except (OSError, sqlite3.Error) as error:
         raise _unavailable(path, "cannot be opened", error) from error
     return db
@@ -105,7 +110,9 @@ def _create(path: Path) -> None:
     the locks that this process holds on it, SQLite's too.
     """
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(fd, 0o600)  # whatever the umask
+        os.close(fd)
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
@@ -170,6 +177,7 @@ def _flock(path: Path) -> Iterator[None]:
     except OSError as error:
         raise _unavailable(path, "cannot be locked", error) from error
     try:
+        os.fchmod(fd, 0o600)  # whatever the umask
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:

@@ -7,7 +7,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,17 @@ from typing import Any
 import numpy as np
 
 from promptstore import prefix
+from promptstore.eviction import Candidate
 from promptstore.failpoints import reach
 from promptstore.index.database import connect, refuse_newer
 from promptstore.index.rows import Layout, NewRow, Row, pack, select
 from promptstore.index.search import Found, Search, ancestors
 from promptstore.tokens import Tokens
 from promptstore.types import Namespace
+
+_DAY_NS = 86_400 * 10**9
+_MOST_BYTES = 2**63 - 1
+_MAX_SIGHTINGS = 20_000
 
 
 class ParentGone(Exception):
@@ -37,12 +42,15 @@ class Index:
     Args:
         path: The database.
         read_only: Change nothing, not even to migrate.
+        full_sync: Have each commit survive a power cut.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, read_only: bool = False, full_sync: bool = False
+    ) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._db = connect(path, read_only=read_only)
+        self._db = connect(path, read_only=read_only, full_sync=full_sync)
         try:
             refuse_newer(self._db, path)
         except BaseException:
@@ -312,29 +320,11 @@ class Index:
                 list(uses),
             )
 
-    def victims(self, spare: frozenset[int]) -> Iterator[Row]:
-        """Yield leaves to evict, expired ones first, then the least recently used.
-
-        The caller removes each before it asks for the next.
-
-        Args:
-            spare: Snapshots that must stay.
-        """
-        now = time.time_ns()
-        while True:
-            rows = self._rows(
-                "as leaf where not exists "
-                "(select 1 from snapshots where parent = leaf.id) "
-                "and (pinned = 0 or coalesce(expires_ns <= ?1, 0)) "
-                "order by coalesce(expires_ns <= ?1, 0) desc, min(used_ns, ?1), id "
-                "limit ?2",
-                now,
-                len(spare) + 1,
-            )
-            row = next((row for row in rows if row.id not in spare), None)
-            if row is None:
-                return
-            yield row
+    def candidates(self) -> list[Candidate]:
+        """Return what eviction needs to know of every snapshot."""
+        columns = "id, name, parent, layout, nbytes, used_ns, hits, pinned, expires_ns"
+        rows = self._all(f"select {columns} from snapshots")
+        return [Candidate(*row) for row in rows]
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and all that continue them; return what was removed."""
@@ -363,14 +353,60 @@ class Index:
             )
 
     def remove_leaf(self, id_: int) -> bool:
-        """Remove one snapshot if nothing continues it by now."""
+        """Remove one snapshot if by now nothing continues it and no pin protects it."""
         with self.transaction():
             done = self._db.execute(
                 "delete from snapshots where id = ?1 "
+                "and (pinned = 0 or coalesce(expires_ns <= ?2, 0)) "
                 "and not exists (select 1 from snapshots where parent = ?1)",
-                (id_,),
+                (id_, time.time_ns()),
             )
             return bool(done.rowcount)
+
+    # ------------------------------------------------------------------- wear
+
+    def reserve(self, nbytes: int, max_bytes: int | None) -> bool:
+        """Count bytes that are about to be written, unless today's would be too many.
+
+        Args:
+            nbytes: How many.
+            max_bytes: How many a day may have, all processes together.
+        """
+        day = time.time_ns() // _DAY_NS
+        with self.transaction():
+            done = self._db.execute(
+                "insert into writes (day, nbytes) select ?1, ?2 where ?2 <= ?3 "
+                "on conflict (day) do update set nbytes = nbytes + ?2 "
+                "where nbytes + ?2 <= ?3",
+                (day, nbytes, _MOST_BYTES if max_bytes is None else max_bytes),
+            )
+            return bool(done.rowcount)
+
+    def written_by_day(self) -> dict[str, int]:
+        """Return the bytes of snapshot files that were written, by day (UTC)."""
+        query = "select date(day * 86400, 'unixepoch'), nbytes from writes order by day"
+        return dict(self._all(query)) if self._has_table("writes") else {}
+
+    def seen(self, digests: Collection[bytes]) -> set[bytes]:
+        """Return which of *digests* were noted by `note_seen`."""
+        marks = ", ".join("?" * len(digests))
+        query = f"select digest from sightings where digest in ({marks})"
+        return {digest for (digest,) in self._all(query, *digests)}
+
+    def note_seen(self, digests: Collection[bytes]) -> None:
+        """Remember *digests*, and forget the oldest of too many."""
+        now = time.time_ns()
+        with self.transaction():
+            self._db.executemany(
+                "insert into sightings values (?, ?) "
+                "on conflict (digest) do update set seen_ns = excluded.seen_ns",
+                [(digest, now) for digest in digests],
+            )
+            self._db.execute(
+                "delete from sightings where digest in (select digest from sightings "
+                "order by seen_ns desc limit -1 offset ?)",
+                (_MAX_SIGHTINGS,),
+            )
 
     def truncate_log(self) -> None:
         """Move what is in the write-ahead log into the database."""
@@ -391,6 +427,11 @@ class Index:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("rollback")
                 raise
+
+    def _has_table(self, name: str) -> bool:
+        """Whether there is a table; an older index that is only read may lack it."""
+        query = "select 1 from sqlite_master where type = 'table' and name = ?"
+        return bool(self._all(query, name))
 
     def _exists(self, id_: int, start: int) -> bool:
         query = (

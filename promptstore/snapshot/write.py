@@ -1,4 +1,4 @@
-"""Write one snapshot file: the data, then the header with checksums, then sync."""
+"""Write one snapshot file: the data, then the header with checksums."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def _create_locked(path: Path) -> int:
         fd = os.open(path, flags, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
+            os.fchmod(fd, 0o600)  # whatever the umask
             return fd
         os.close(fd)  # swept up by another process before it was locked
     raise FileNotFoundError(errno.ENOENT, "was swept up at once", str(path))
@@ -82,7 +83,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def write(fd: int, contents: Contents, body: Body) -> Written:
-    """Write and sync one snapshot.
+    """Write one snapshot.
 
     Args:
         fd: An empty file.
@@ -104,8 +105,6 @@ def write(fd: int, contents: Contents, body: Body) -> Written:
     assert len(head) == data_start
     _write_all(fd, head)
     reach("insert: header written")
-    os.fsync(fd)
-    reach("insert: file synced")
     checksums = xxhash.xxh3_128_digest(head) + b"".join(sums)
     return Written(data_start + shape.data_nbytes, checksums)
 
