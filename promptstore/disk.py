@@ -23,7 +23,7 @@ from promptstore import access, delta, prefix, resume, snapshot
 from promptstore.admission import Admission, is_seen
 from promptstore.budget import Budget, Limits
 from promptstore.delta import NewSnapshot
-from promptstore.errors import NotCovered, TooLarge
+from promptstore.errors import NoSpace, NotCovered, TooLarge
 from promptstore.extent import Extent, Shape
 from promptstore.failpoints import reach
 from promptstore.index import (
@@ -357,11 +357,11 @@ class DiskTier:
         """Evict what is over the budget now that the index has grown as well.
 
         Raises:
-            TooLarge: Only without what was just stored; it was removed.
+            TooLarge, NoSpace: Only without what was just stored; it was removed.
         """
         try:
             self.budget.make_room(0, frozenset(ids))
-        except TooLarge:
+        except (TooLarge, NoSpace):
             self.remove(ids[-1:])
             raise
 
