@@ -34,6 +34,7 @@ MEASURES = {
     "memory_index_bytes_per_token": "lookup.memory_index_bytes_per_token",
     "match_131072": "lookup.match_131072",
     "insert_one_token": "inserting.insert_one_token",
+    "durability": "inserting.durability",
     "restore_512MiB": "restoring.restore_512mib",
     "restore_and_suffix": "restoring.restore_and_suffix",
 }

@@ -1,13 +1,16 @@
-"""A long conversation: what the insert of one more token writes and copies."""
+"""What an insert writes and copies, and what its durability costs."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from bench.common import (
+    Laps,
     Options,
     Row,
     at_most,
@@ -122,6 +125,44 @@ def insert_one_token(options: Options) -> list[Row]:
             "memory growth of match, update and insert, the caller's cache dropped",
             "%",
         ),
+    ]
+
+
+def durability(options: Options) -> list[Row]:
+    """Compare durable inserts of 300 new tokens, by what they survive.
+
+    ``normal``: a crash of the process; ``full``: a power cut as well.
+    """
+    n_tokens, n_laps = 300, 5 if options.quick else 31
+    rng = np.random.default_rng(4)
+    cache = random_cache(rng, N_LAYERS, N_HEADS, n_tokens, HEAD_DIM)
+    count = itertools.count()
+
+    def save(store: PromptStore) -> None:
+        store.insert(NAMESPACE, [next(count), *range(1, n_tokens)], cache)
+        store.flush()
+
+    with ExitStack() as stack:
+        stores = {
+            level: stack.enter_context(
+                PromptStore.open(
+                    stack.enter_context(new_root(options)),
+                    memory_bytes=0,
+                    durability=level,
+                )
+            )
+            for level in ("normal", "full")
+        }
+        laps = Laps(
+            {name: functools.partial(save, store) for name, store in stores.items()},
+            n_laps,
+        )
+    return [
+        fact(
+            "durability.full",
+            laps.ratio("full", "normal"),
+            f"insert + flush to durability normal: {laps.versus('full', 'normal')}",
+        )
     ]
 
 

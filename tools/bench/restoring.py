@@ -33,7 +33,7 @@ from promptstore import Namespace, PromptStore
 
 NAMESPACE = Namespace(model="bench")
 N_HEADS, HEAD_DIM, N_TOKENS, N_SUFFIX = 8, 128, 4096, 1000
-RESTORE_BAR, SUFFIX_BAR = 1.6, 1.1
+RESTORE_BAR, SUFFIX_BAR, VERIFY_BAR = 1.6, 1.1, 1.15
 
 
 @dataclass
@@ -163,6 +163,12 @@ def restore_512mib(options: Options) -> list[Row]:
 
     return [
         *(row(variant) for variant in ("off", "later use", "first use", "always")),
+        at_most(
+            f"{name}.verifying",
+            recycled.ratio("first use", "off"),
+            VERIFY_BAR,
+            f"first use to unverified: {recycled.versus('first use', 'off')}",
+        ),
         fact(
             f"{name}.mlx_lm",
             recycled.ratio("mlx_lm", "raw"),
