@@ -13,6 +13,7 @@ from promptstore import buffers, plan, resume
 from promptstore.buffers import Rows
 from promptstore.codecs import Leaf, codec_by_tag, rebuild
 from promptstore.extent import Shape, StateArray
+from promptstore.index import Row
 from promptstore.layers import Layers, leaves
 from promptstore.plan import Plan, Read
 from promptstore.ranges import Ranges, union
@@ -26,16 +27,19 @@ from promptstore.snapshot import (
     stamp_at,
 )
 
-HEADER, STATE = -1, -2
-"""Numbers for what is verified besides chunks."""
+STATE = -1
+"""What stands for the state among the numbers of chunks."""
 
 STEP = 256
 """Rows by which mlx-lm grows a buffer."""
 
 N_THREADS = min(4, max(2, os.cpu_count() or 1))
 
-Key = tuple[str, Stamp, int]
-"""A part of a file: snapshot, what tells the file from another, number."""
+Part = int | tuple[int]
+"""A chunk by number, or the state; or the header, as one row describes it."""
+
+Key = tuple[str, Stamp, Part]
+"""A part of a file: snapshot, what tells the file from another, which part."""
 
 Verify = Callable[[Key], bool]
 """Whether to compare a part of a file with its checksum."""
@@ -57,14 +61,14 @@ class Source:
     verified: set[Key] = field(default_factory=set)
     """What was verified by this restore."""
 
-    def must_verify(self, name: str, stamp: Stamp, number: int) -> bool:
+    def must_verify(self, name: str, stamp: Stamp, part: Part) -> bool:
         """Whether to verify a part of a file now."""
-        key = name, stamp, number
+        key = name, stamp, part
         return self.verify(key) and key not in self.verified
 
-    def note(self, name: str, stamp: Stamp, number: int) -> None:
+    def note(self, name: str, stamp: Stamp, part: Part) -> None:
         """Remember that a part of a file was found to be as it was written."""
-        self.verified.add((name, stamp, number))
+        self.verified.add((name, stamp, part))
 
 
 @dataclass(frozen=True)
@@ -223,15 +227,25 @@ def _prove(read: Read, source: Source) -> None:
     if not read.first:
         return
     stamp = stamp_at(source.path_of(name), read.row.nbytes)
-    if source.must_verify(name, stamp, HEADER):
+    if source.must_verify(name, stamp, _header(read.row)):
         with _open(read, source) as file:
             _prove_open(file, read, source)
+
+
+def _header(row: Row) -> Part:
+    """Return the header as a part to verify, again if the row was edited since."""
+    facts = (
+        row.layout, row.parent, row.extent.start, row.extent.end, row.extent.bands,
+        tuple(row.extent.rings.items()), row.extent.state, row.nbytes, row.checksums,
+        row.tokens.tobytes(),
+    )  # fmt: skip
+    return (hash(facts),)
 
 
 def _prove_open(file: SnapshotFile, read: Read, source: Source) -> None:
     file.verify_claims(source.claims_of(read.row.name))
     file.verify_tokens(read.row.tokens)
-    source.note(read.row.name, file.stamp, HEADER)
+    source.note(read.row.name, file.stamp, _header(read.row))
 
 
 def _open(read: Read, source: Source) -> SnapshotFile:
@@ -243,7 +257,7 @@ def _open(read: Read, source: Source) -> SnapshotFile:
 def _read(read: Read, made: Blank, source: Source) -> int:
     name, nbytes = read.row.name, 0
     with _open(read, source) as file:
-        if source.must_verify(name, file.stamp, HEADER):
+        if source.must_verify(name, file.stamp, _header(read.row)):
             _prove_open(file, read, source)  # it was replaced just now
         for chunk in read.chunks:
             check = source.must_verify(name, file.stamp, chunk.index)

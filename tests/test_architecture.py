@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "resume": {"codecs", "layers", "ranges"},
     "plan": {"extent", "index", "layers", "ranges", "resume"},
     "restore": {
-        "buffers", "codecs", "extent", "layers", "plan", "ranges", "resume",
+        "buffers", "codecs", "extent", "index", "layers", "plan", "ranges", "resume",
         "snapshot",
     },
     "capture": {
