@@ -222,7 +222,8 @@ class DiskTier:
             SnapshotError: A file is missing, damaged or unreadable.
             NotCovered: A layer has no codec.
         """
-        source = Source(self.root.find, self._must_verify, look_up.claims_of)
+        claims_of, seed = look_up.claims_of, look_up.layout.seed
+        source = Source(self.root.find, self._must_verify, claims_of, seed)
         plan, layers = look_up.plan, look_up.layers
         with self.budget.lease(piece.row.id for piece in plan.pieces):
             cache, nbytes = restore(plan, layers, n_total, source, self._pool)

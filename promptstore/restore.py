@@ -52,12 +52,14 @@ class Source:
     Args:
         path_of: Where the file of a snapshot is.
         verify: Which parts of a file to verify.
-        claims_of: What the index says of the snapshot of a read.
+        claims_of: What the index says of the snapshot of a name.
+        seed: Stands for the namespace and the layers.
     """
 
     path_of: Callable[[str], Path]
     verify: Verify
     claims_of: Callable[[str], Claims]
+    seed: bytes
     verified: set[Key] = field(default_factory=set)
     """What was verified by this restore."""
 
@@ -227,15 +229,15 @@ def _prove(read: Read, source: Source) -> None:
     if not read.first:
         return
     stamp = stamp_at(source.path_of(name), read.row.nbytes)
-    if source.must_verify(name, stamp, _header(read.row)):
+    if source.must_verify(name, stamp, _header(read.row, source.seed)):
         with _open(read, source) as file:
             _prove_open(file, read, source)
 
 
-def _header(row: Row) -> Part:
+def _header(row: Row, seed: bytes) -> Part:
     """Return the header as a part to verify, again if the row was edited since."""
     facts = (
-        row.layout, row.parent, row.extent.start, row.extent.end, row.extent.bands,
+        seed, row.parent, row.extent.start, row.extent.end, row.extent.bands,
         tuple(row.extent.rings.items()), row.extent.state, row.nbytes, row.checksums,
         row.tokens.tobytes(),
     )  # fmt: skip
@@ -245,7 +247,7 @@ def _header(row: Row) -> Part:
 def _prove_open(file: SnapshotFile, read: Read, source: Source) -> None:
     file.verify_claims(source.claims_of(read.row.name))
     file.verify_tokens(read.row.tokens)
-    source.note(read.row.name, file.stamp, _header(read.row))
+    source.note(read.row.name, file.stamp, _header(read.row, source.seed))
 
 
 def _open(read: Read, source: Source) -> SnapshotFile:
@@ -257,7 +259,7 @@ def _open(read: Read, source: Source) -> SnapshotFile:
 def _read(read: Read, made: Blank, source: Source) -> int:
     name, nbytes = read.row.name, 0
     with _open(read, source) as file:
-        if source.must_verify(name, file.stamp, _header(read.row)):
+        if source.must_verify(name, file.stamp, _header(read.row, source.seed)):
             _prove_open(file, read, source)  # it was replaced just now
         for chunk in read.chunks:
             check = source.must_verify(name, file.stamp, chunk.index)

@@ -153,7 +153,7 @@ def _cut_anywhere(rng: random.Random, data: bytearray) -> None:
 
 
 def _grow(rng: random.Random, data: bytearray) -> None:
-    data += rng.choice([bytes(1), bytes(4096), rng.randbytes(100), data])
+    data += rng.choice([bytes(1), bytes(4096), rng.randbytes(100), bytes(data)])
 
 
 def _shift(rng: random.Random, data: bytearray) -> None:
