@@ -14,6 +14,7 @@ from promptstore import eviction, snapshot
 from promptstore.errors import DailyLimit, NoSpace, PromptStoreError, TooLarge
 from promptstore.failpoints import reach
 from promptstore.index import Row
+from promptstore.root import is_name
 from promptstore.volume import Volume
 
 
@@ -154,7 +155,8 @@ class Budget:
     def sweep(self) -> None:
         """Remove files of ours that no row knows and no process is making."""
         root = self._volume.root
-        known = {root.path_of(name) for name in self._volume.writer.names()}
+        names = self._volume.writer.names()
+        known = {root.path_of(name) for name in names if is_name(name)}
         for path in root.files():
             if path not in known and root.is_ours(path) and self.is_orphan(path):
                 path.unlink(missing_ok=True)

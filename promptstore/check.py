@@ -15,6 +15,7 @@ from promptstore.errors import (
 )
 from promptstore.index import Row
 from promptstore.layers import from_text
+from promptstore.root import is_name
 from promptstore.snapshot import read_contents
 from promptstore.types import Finding
 
@@ -35,7 +36,7 @@ def check(disk: DiskTier) -> list[Finding]:
         # Another process may have evicted it while it was looked at.
         if finding is not None and disk.index.has(row.name):
             findings.append(finding)
-    known = {disk.root.path_of(row.name) for row in rows}
+    known = {disk.root.path_of(row.name) for row in rows if is_name(row.name)}
     for path in files:
         if not disk.root.is_ours(path):
             findings.append(
@@ -67,7 +68,7 @@ def _check_row(disk: DiskTier, row: Row) -> Finding | None:
     try:
         with disk.open(row, from_text(text)) as file:
             file.verify_all()
-        contents, tokens, written = read_contents(disk.root.path_of(row.name))
+        contents, tokens, written = read_contents(disk.root.find(row.name))
     except SnapshotMissing as error:
         return Finding("dangling", row.name, str(error))
     except SnapshotCorrupt as error:

@@ -19,11 +19,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from promptstore import access, delta, prefix, resume, snapshot
 from promptstore.admission import Admission, is_seen
 from promptstore.budget import Budget, Limits
 from promptstore.delta import NewSnapshot
-from promptstore.errors import NoSpace, NotCovered, TooLarge
+from promptstore.errors import NoSpace, NotCovered, SnapshotCorrupt, TooLarge
 from promptstore.extent import Extent, Shape
 from promptstore.failpoints import reach
 from promptstore.index import (
@@ -37,9 +39,9 @@ from promptstore.index import (
 )
 from promptstore.layers import Layers, from_text
 from promptstore.plan import Plan, plan
-from promptstore.restore import N_THREADS, Key, restore
+from promptstore.restore import N_THREADS, Key, Source, restore
 from promptstore.root import Root
-from promptstore.snapshot import Body, Contents
+from promptstore.snapshot import Body, Claims, Contents
 from promptstore.tokens import Tokens
 from promptstore.types import Namespace
 from promptstore.volume import Volume
@@ -52,6 +54,8 @@ _MAX_CHECKPOINTS = 16
 class LookUp:
     """What the disk tier has of a request, and how far it can be resumed."""
 
+    namespace: Namespace
+    layout: Layout
     layers: Layers
     found: Found
     plan: Plan
@@ -60,6 +64,30 @@ class LookUp:
     def rank(self) -> tuple[int, int]:
         """What makes one better than another."""
         return self.plan.n_tokens, self.found.n_tokens
+
+    def claims_of(self, name: str) -> Claims:
+        """Return what the index says of one of the plan's snapshots.
+
+        Raises:
+            SnapshotCorrupt: What it continues is not what it was found behind.
+        """
+        rows = {piece.row.id: piece.row for piece in self.plan.pieces}
+        row = next(row for row in rows.values() if row.name == name)
+        above, parts = row, [row.tokens]
+        while above.parent is not None:
+            start, parent = above.start, rows.get(above.parent)
+            if parent is None or parent.id >= above.id:
+                raise SnapshotCorrupt(Path(name), "its row continues another")
+            parts.append(parent.tokens[: start - parent.start])
+            above = parent
+        tokens = np.concatenate(parts[::-1])
+        return Claims(
+            namespace=self.namespace,
+            layers=self.layers,
+            parent=None if row.parent is None else rows[row.parent].name,
+            extent=row.extent,
+            end_digest=prefix.end_digest(self.layout.seed, tokens).hex(),
+        )
 
 
 class DiskTier:
@@ -161,12 +189,13 @@ class DiskTier:
         best, n_misfits = None, 0
         index = self.index  # another thread may put a new one in its place
         for layout in index.layouts(namespace):
-            layers = from_text(layout.layers)
-            if not resume.is_known(layers) or not fits(layers):
+            layers = _layers_of(layout)
+            if layers is None or not resume.is_known(layers) or not fits(layers):
                 n_misfits += 1
                 continue
             found = index.find(layout, tokens)
-            look_up = LookUp(layers, found, _plan(index, layers, found, without))
+            how = _plan(index, layers, found, without)
+            look_up = LookUp(namespace, layout, layers, found, how)
             if best is None or look_up.rank > best.rank:
                 best = look_up
         return best, n_misfits
@@ -193,18 +222,14 @@ class DiskTier:
             SnapshotError: A file is missing, damaged or unreadable.
             NotCovered: A layer has no codec.
         """
-        with self.budget.lease(piece.row.id for piece in look_up.plan.pieces):
-            cache, nbytes, verified = restore(
-                look_up.plan,
-                look_up.layers,
-                n_total,
-                path_of=self.root.path_of,
-                verify=self._must_verify,
-                pool=self._pool,
-            )
+        claims_of, seed = look_up.claims_of, look_up.layout.seed
+        source = Source(self.root.find, self._must_verify, claims_of, seed)
+        plan, layers = look_up.plan, look_up.layers
+        with self.budget.lease(piece.row.id for piece in plan.pieces):
+            cache, nbytes = restore(plan, layers, n_total, source, self._pool)
         self.bytes_read += nbytes
         if self._verify == "first-use":
-            self._verified |= verified
+            self._verified |= source.verified
         return cache
 
     def read_ahead(self, look_up: LookUp) -> None:
@@ -218,7 +243,7 @@ class DiskTier:
 
     def open(self, row: Row, layers: Layers) -> snapshot.SnapshotFile:
         """Open the file of a snapshot."""
-        path, shape = self.root.path_of(row.name), Shape(layers, row.extent)
+        path, shape = self.root.find(row.name), Shape(layers, row.extent)
         return snapshot.SnapshotFile(path, shape, row.nbytes, row.checksums)
 
     def _must_verify(self, key: Key) -> bool:
@@ -432,6 +457,14 @@ class DiskTier:
             uses, self._uses = self._uses, {}
         self._writer.touch((id_, now, n_hits) for id_, (now, n_hits) in uses.items())
         reach("uses: written")
+
+
+def _layers_of(layout: Layout) -> Layers | None:
+    """Return the layers of a layout, or ``None`` if its row is damaged."""
+    try:
+        return from_text(layout.layers)
+    except ValueError:
+        return None
 
 
 def _plan(

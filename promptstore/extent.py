@@ -8,15 +8,20 @@ the live cache still had, which may also lie before *start*.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from promptstore.layers import ITEMSIZE_BY_DTYPE, Layers, RowPart, leaves
-from promptstore.ranges import Ranges, clip, count, union
+from promptstore.layers import (
+    ITEMSIZE_BY_DTYPE,
+    Layers,
+    RowPart,
+    are_sizes,
+    leaves,
+)
+from promptstore.ranges import Range, Ranges, clip, count, union
+from promptstore.strict_json import parse
 
 CHUNK = 256
 """Tokens to a chunk: mlx-lm's own step."""
@@ -85,33 +90,43 @@ class Extent:
             ValueError: It is not one.
         """
         try:
-            value = json.loads(text)
+            value = parse(text)
             bands = tuple(
-                Band(_ints(leaves), tuple((int(lo), int(hi)) for lo, hi in ranges))
-                for leaves, ranges in value["bands"]
+                Band(tuple(numbers), tuple((lo, hi) for lo, hi in ranges))
+                for numbers, ranges in value["bands"]
             )
-            rings = {int(leaf): int(ring) for leaf, ring in value["rings"]}
+            rings = tuple((leaf, ring) for leaf, ring in value["rings"])
             state = tuple(
-                StateArray(int(leaf), str(name), str(dtype), _ints(shape))
+                StateArray(leaf, name, dtype, tuple(shape))
                 for leaf, name, dtype, shape in value["state"]
             )
-            extent = cls(start, end, bands, rings, state)
+            extent = cls(start, end, bands, dict(rings), state)
             extent._require_sense()
-        except (
-            TypeError, KeyError, AttributeError, OverflowError, RecursionError
-        ) as error:  # fmt: skip
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not an extent: {error}") from error
+        if len(rings) != len(extent.rings):
+            raise ValueError("not an extent: a ring twice")
         return extent
 
     def _require_sense(self) -> None:
         """Raise if bands or shapes are none that a snapshot can have."""
+        found = [leaf for band in self.bands for leaf in band.leaves]
+        if not are_sizes(found) or len(set(found)) != len(found):
+            raise ValueError("not an extent: leaves that are none, or in two bands")
         for band in self.bands:
-            inside = clip(union(band.ranges), 0, self.end)
-            if inside != band.ranges or any(leaf < 0 for leaf in band.leaves):
-                raise ValueError(f"not an extent: {band}")
+            numbers = [n for token_range in band.ranges for n in token_range]
+            if any(type(n) is not int for n in numbers):
+                raise ValueError("not an extent: ranges that are none")
+            if clip(union(band.ranges), 0, self.end) != band.ranges:
+                raise ValueError("not an extent: ranges that are none of its tokens")
+        if not are_sizes([*self.rings, *self.rings.values()]):
+            raise ValueError("not an extent: rings that are none")
         for array in self.state:
-            if array.leaf < 0 or any(n < 0 for n in array.shape) or array.nbytes < 0:
+            is_named = type(array.name) is str and array.dtype in ITEMSIZE_BY_DTYPE
+            if not is_named or not are_sizes([array.leaf, *array.shape]):
                 raise ValueError(f"not an extent: {array}")
+        if len({(array.leaf, array.name) for array in self.state}) != len(self.state):
+            raise ValueError("not an extent: a state twice")
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,7 @@ class Shape:
         found: list[Chunk] = []
         offset = 0
         for band in self.extent.bands:
-            row_bytes = sum(self.leaves[leaf].token_bytes for leaf in band.leaves)
+            row_bytes = self._row_bytes(band)
             for ranges in _split(band.ranges):
                 nbytes = count(ranges) * row_bytes
                 found.append(Chunk(len(found), band, ranges, offset, nbytes))
@@ -174,9 +189,15 @@ class Shape:
         return self.extent.end - self.extent.start
 
     @property
+    def n_chunks(self) -> int:
+        """How many chunks there are."""
+        return sum(_n_pieces(band.ranges) for band in self.extent.bands)
+
+    @functools.cached_property
     def rows_nbytes(self) -> int:
         """Bytes of all chunks."""
-        return sum(chunk.nbytes for chunk in self.chunks)
+        bands = self.extent.bands
+        return sum(count(band.ranges) * self._row_bytes(band) for band in bands)
 
     @property
     def state_nbytes(self) -> int:
@@ -188,16 +209,50 @@ class Shape:
         """Bytes behind the header."""
         return self.rows_nbytes + self.state_nbytes + 8 * self.n_tokens
 
+    def require_within(self, nbytes: int, n_chunks: int) -> None:
+        """Raise unless a file of so many bytes and chunks can hold this.
+
+        Costs nothing, whatever is claimed: for descriptions that are not proven yet.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        extent, n_leaves = self.extent, len(self.leaves)
+        named = [leaf for band in extent.bands for leaf in band.leaves]
+        named += [*extent.rings, *(array.leaf for array in extent.state)]
+        if any(leaf >= n_leaves for leaf in named):
+            raise ValueError(f"there are only {n_leaves} leaves")
+        if not all(self._row_bytes(band) for band in extent.bands):
+            raise ValueError("there are rows of no bytes")
+        if self.n_chunks != n_chunks:
+            raise ValueError(f"{self.n_chunks} chunks have {n_chunks} checksums")
+        if self.data_nbytes > nbytes:
+            raise ValueError(f"{self.data_nbytes} bytes are more than {nbytes}")
+
+    def _row_bytes(self, band: Band) -> int:
+        return sum(self.leaves[leaf].token_bytes for leaf in band.leaves)
+
 
 def _split(ranges: Ranges) -> list[Ranges]:
     """Return *ranges* in pieces of 256 tokens, counted from the first."""
-    if not ranges:
-        return []
-    first, last = ranges[0][0], ranges[-1][1]
-    edges = itertools.chain(range(first, last, CHUNK), [last])
-    pieces = (clip(ranges, lo, hi) for lo, hi in itertools.pairwise(edges))
-    return [piece for piece in pieces if piece]
+    pieces: list[list[Range]] = []
+    last = -1
+    for lo, hi in ranges:
+        while lo < hi:
+            number = (lo - ranges[0][0]) // CHUNK
+            edge = min(hi, ranges[0][0] + (number + 1) * CHUNK)
+            if number != last:
+                pieces.append([])
+            pieces[-1].append((lo, edge))
+            lo, last = edge, number
+    return [tuple(piece) for piece in pieces]
 
 
-def _ints(values: Any) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+def _n_pieces(ranges: Ranges) -> int:
+    """Return how many pieces `_split` gives."""
+    n, last = 0, -1
+    for lo, hi in ranges:
+        first = (lo - ranges[0][0]) // CHUNK
+        n += (hi - 1 - ranges[0][0]) // CHUNK - first + (first != last)
+        last = (hi - 1 - ranges[0][0]) // CHUNK
+    return n

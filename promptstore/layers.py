@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from promptstore.strict_json import parse
 
 ITEMSIZE_BY_DTYPE: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -63,6 +65,9 @@ Layers = tuple[Layer, ...]
 DRAFT = "draft/1"
 """The tag of what stands for a draft model's layers behind the target's."""
 
+MAX_SIZE = (1 << 31) - 1
+"""The largest dimension of an mlx array."""
+
 _WHOLE = "whole "
 
 
@@ -101,11 +106,9 @@ def from_text(text: str) -> Layers:
         ValueError: It is not one.
     """
     try:
-        layers = _from_json(json.loads(text.removeprefix(_WHOLE)))
-        token_bytes(layers)
-    except (
-        TypeError, AttributeError, KeyError, OverflowError, RecursionError
-    ) as error:  # fmt: skip
+        layers = _from_json(parse(text.removeprefix(_WHOLE)))
+        _require_sense(layers)
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"not a description of layers: {error}") from error
     return layers
 
@@ -132,8 +135,28 @@ def _to_json(layers: Layers) -> list[list[Any]]:
 def _from_json(rows: Any) -> Layers:
     layers = []
     for tag, parts, settings, *inner in rows:
-        own = tuple(RowPart(str(n), int(h), int(d), str(t)) for n, h, d, t in parts)
-        values = {str(key): int(value) for key, value in settings.items()}
-        inside = _from_json(inner[0]) if inner else ()
-        layers.append(Layer(str(tag), own, values, inside))
+        own = tuple(RowPart(n, h, d, t) for n, h, d, t in parts)
+        (inside,) = inner or ([],)
+        layers.append(Layer(tag, own, dict(settings.items()), _from_json(inside)))
     return tuple(layers)
+
+
+def _require_sense(layers: Layers) -> None:
+    """Raise unless these are layers that a cache can have."""
+    for layer in layers:
+        names = [part.name for part in layer.parts]
+        sizes = [n for part in layer.parts for n in (part.n_kv_heads, part.head_dim)]
+        if {type(name) for name in (layer.tag, *names)} != {str}:
+            raise ValueError(f"not a description of a layer: {layer}")
+        if len(set(names)) != len(names) or (layer.parts and layer.inner):
+            raise ValueError(f"not a description of a layer: {layer}")
+        if not are_sizes([*sizes, *layer.settings.values()]):
+            raise ValueError(f"not sizes of a layer: {layer}")
+        if any(part.dtype not in ITEMSIZE_BY_DTYPE for part in layer.parts):
+            raise ValueError(f"not dtypes of a layer: {layer}")
+        _require_sense(layer.inner)
+
+
+def are_sizes(values: Iterable[Any]) -> bool:
+    """Whether all values are numbers that an array can have as a dimension."""
+    return all(type(n) is int and 0 <= n <= MAX_SIZE for n in values)

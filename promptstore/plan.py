@@ -144,14 +144,16 @@ def _upto(pieces: tuple[Piece, ...], n_tokens: int) -> tuple[Piece, ...]:
 def _reads(
     piece: Piece, layers: Layers, wanted: tuple[Ranges, ...], state: bool
 ) -> Iterator[Read]:
-    shape = Shape(layers, piece.extent)
+    if not any(wanted) and not state:
+        return
+    row, shape = piece.row, Shape(layers, piece.extent)
     group: list[Chunk] = []
     first = True
     for chunk in shape.chunks:
         if any(intersect(wanted[leaf], chunk.ranges) for leaf in chunk.band.leaves):
             group.append(chunk)
         if sum(chunk.nbytes for chunk in group) >= _READ_BYTES:
-            yield Read(piece.row, shape, tuple(group), wanted, state and first, first)
+            yield Read(row, shape, tuple(group), wanted, state and first, first)
             group, first = [], False
     if group or (state and first):
-        yield Read(piece.row, shape, tuple(group), wanted, state and first, first)
+        yield Read(row, shape, tuple(group), wanted, state and first, first)

@@ -32,21 +32,35 @@ def union(ranges: Iterable[Range]) -> Ranges:
 
 def intersect(a: Ranges, b: Ranges) -> Ranges:
     """Return the positions that both have."""
-    pairs = ((max(p, r), min(q, s)) for p, q in a for r, s in b)
-    return union(pairs)
+    found = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        lo, hi = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if lo < hi:
+            found.append((lo, hi))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
 
 
 def subtract(a: Ranges, b: Ranges) -> Ranges:
     """Return the positions of *a* that *b* lacks."""
-    left = list(a)
-    for lo, hi in b:
-        left = [
-            piece
-            for p, q in left
-            for piece in ((p, min(q, lo)), (max(p, hi), q))
-            if piece[0] < piece[1]
-        ]
-    return union(left)
+    left = []
+    j = 0
+    for lo, hi in a:
+        while j < len(b) and b[j][1] <= lo:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < hi:
+            if lo < b[k][0]:
+                left.append((lo, b[k][0]))
+            lo = b[k][1]
+            k += 1
+        if lo < hi:
+            left.append((lo, hi))
+    return tuple(left)
 
 
 def clip(ranges: Ranges, lo: int, hi: int) -> Ranges:

@@ -5,32 +5,72 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from promptstore import buffers, plan, resume
 from promptstore.buffers import Rows
 from promptstore.codecs import Leaf, codec_by_tag, rebuild
-from promptstore.extent import StateArray
+from promptstore.extent import Shape, StateArray
+from promptstore.index import Row
 from promptstore.layers import Layers, leaves
 from promptstore.plan import Plan, Read
 from promptstore.ranges import Ranges, union
-from promptstore.snapshot import Placed, SnapshotFile, copy_rows
+from promptstore.snapshot import (
+    Claims,
+    Placed,
+    SnapshotFile,
+    Stamp,
+    copy_rows,
+    require_plausible,
+    stamp_at,
+)
 
-HEADER, STATE = -1, -2
-"""Numbers for what is verified besides chunks."""
+STATE = -1
+"""What stands for the state among the numbers of chunks."""
 
 STEP = 256
 """Rows by which mlx-lm grows a buffer."""
 
 N_THREADS = min(4, max(2, os.cpu_count() or 1))
 
-Key = tuple[str, tuple[int, int, int], int]
-"""A part of a file: snapshot, what tells the file from another, number."""
+Part = int | tuple[int]
+"""A chunk by number, or the state; or the header, as one row describes it."""
+
+Key = tuple[str, Stamp, Part]
+"""A part of a file: snapshot, what tells the file from another, which part."""
 
 Verify = Callable[[Key], bool]
 """Whether to compare a part of a file with its checksum."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the bytes come from, and how far they are trusted.
+
+    Args:
+        path_of: Where the file of a snapshot is.
+        verify: Which parts of a file to verify.
+        claims_of: What the index says of the snapshot of a name.
+        seed: Stands for the namespace and the layers.
+    """
+
+    path_of: Callable[[str], Path]
+    verify: Verify
+    claims_of: Callable[[str], Claims]
+    seed: bytes
+    verified: set[Key] = field(default_factory=set)
+    """What was verified by this restore."""
+
+    def must_verify(self, name: str, stamp: Stamp, part: Part) -> bool:
+        """Whether to verify a part of a file now."""
+        key = name, stamp, part
+        return self.verify(key) and key not in self.verified
+
+    def note(self, name: str, stamp: Stamp, part: Part) -> None:
+        """Remember that a part of a file was found to be as it was written."""
+        self.verified.add((name, stamp, part))
 
 
 @dataclass(frozen=True)
@@ -90,15 +130,9 @@ def blank(
 
 
 def restore(
-    plan_: Plan,
-    layers: Layers,
-    n_total: int,
-    *,
-    path_of: Callable[[str], Path],
-    verify: Verify,
-    pool: ThreadPoolExecutor,
-) -> tuple[list[Any], int, set[Key]]:
-    """Return a live cache read from disk, the bytes read, and what was verified.
+    plan_: Plan, layers: Layers, n_total: int, source: Source, pool: ThreadPoolExecutor
+) -> tuple[list[Any], int]:
+    """Return a live cache read from disk, and the bytes read.
 
     All is read before it returns, so nothing that happens to the files afterwards
     matters, and the arrays are evaluated.
@@ -107,26 +141,25 @@ def restore(
         plan_: How to rebuild it.
         layers: The layers of the cache.
         n_total: Tokens of the whole request, for which the buffers have room.
-        path_of: Where the file of a snapshot is.
-        verify: Which chunks to verify.
+        source: Where the files are, and what of them to verify.
         pool: Threads to read with; they touch no mlx.
 
     Raises:
         SnapshotError: A file is missing, damaged or unreadable.
         NotCovered: A layer has no codec.
     """
+    # What the index says is proven before there are buffers of the sizes it says.
+    for row in (piece.row for piece in plan_.pieces):
+        shape, path = Shape(layers, row.extent), source.path_of(row.name)
+        require_plausible(path, shape, row.nbytes, row.checksums)
+    reads = plan.plan_reads(plan_, layers)
+    list(pool.map(lambda read: _prove(read, source), reads))
     state = plan_.state.extent.state if plan_.state is not None else ()
     made = blank(layers, plan_.n_tokens, n_total, plan_.rings, state)
-
-    verified: set[Key] = set()
-
-    def run(read: Read) -> int:
-        return _read(read, made, path_of, verify, verified)
-
     cleared = pool.map(_clear_padding, made.rows)
-    nbytes = sum(pool.map(run, plan.plan_reads(plan_, layers)))
+    nbytes = sum(pool.map(lambda read: _read(read, made, source), reads))
     list(cleared)
-    return rebuild(layers, made.leaves, plan_.n_tokens), nbytes, verified
+    return rebuild(layers, made.leaves, plan_.n_tokens), nbytes
 
 
 def copy(
@@ -190,29 +223,52 @@ def _copy_leaf(leaf: Leaf, targets: Sequence[Placed], ranges: Ranges) -> None:
         copy_rows(Placed(buffers.rows(array), leaf.runs), target, ranges)
 
 
-def _read(
-    read: Read,
-    made: Blank,
-    path_of: Callable[[str], Path],
-    verify: Verify,
-    verified: set[Key],
-) -> int:
-    row, nbytes = read.row, 0
-    with SnapshotFile(path_of(row.name), read.shape, row.nbytes, row.checksums) as file:
+def _prove(read: Read, source: Source) -> None:
+    """Verify that a file is the one that its row describes, if it was not yet."""
+    name = read.row.name
+    if not read.first:
+        return
+    stamp = stamp_at(source.path_of(name), read.row.nbytes)
+    if source.must_verify(name, stamp, _header(read.row, source.seed)):
+        with _open(read, source) as file:
+            _prove_open(file, read, source)
 
-        def must_verify(number: int) -> bool:
-            key = row.name, file.stamp, number
-            is_due = verify(key)
-            if is_due:
-                verified.add(key)
-            return is_due
 
-        if read.first and must_verify(HEADER):
-            file.verify_header()
-            file.verify_tokens(row.tokens)
+def _header(row: Row, seed: bytes) -> Part:
+    """Return the header as a part to verify, again if the row was edited since."""
+    facts = (
+        seed, row.parent, row.extent.start, row.extent.end, row.extent.bands,
+        tuple(row.extent.rings.items()), row.extent.state, row.nbytes, row.checksums,
+        row.tokens.tobytes(),
+    )  # fmt: skip
+    return (hash(facts),)
+
+
+def _prove_open(file: SnapshotFile, read: Read, source: Source) -> None:
+    file.verify_claims(source.claims_of(read.row.name))
+    file.verify_tokens(read.row.tokens)
+    source.note(read.row.name, file.stamp, _header(read.row, source.seed))
+
+
+def _open(read: Read, source: Source) -> SnapshotFile:
+    row = read.row
+    path = source.path_of(row.name)
+    return SnapshotFile(path, read.shape, row.nbytes, row.checksums)
+
+
+def _read(read: Read, made: Blank, source: Source) -> int:
+    name, nbytes = read.row.name, 0
+    with _open(read, source) as file:
+        if source.must_verify(name, file.stamp, _header(read.row, source.seed)):
+            _prove_open(file, read, source)  # it was replaced just now
         for chunk in read.chunks:
-            check = must_verify(chunk.index)
+            check = source.must_verify(name, file.stamp, chunk.index)
             nbytes += file.read_chunk(chunk, made.rows, read.wanted, verify=check)
+            if check:
+                source.note(name, file.stamp, chunk.index)
         if read.state:
-            nbytes += file.read_state(made.state, verify=must_verify(STATE))
+            check = source.must_verify(name, file.stamp, STATE)
+            nbytes += file.read_state(made.state, verify=check)
+            if check:
+                source.note(name, file.stamp, STATE)
     return nbytes

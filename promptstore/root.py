@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -11,7 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from promptstore import snapshot
-from promptstore.errors import StoreUnavailable
+from promptstore.errors import (
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotMissing,
+    StoreUnavailable,
+)
 from promptstore.failpoints import reach
 from promptstore.usage import Usage
 
@@ -31,6 +37,7 @@ class Root:
 
     def __init__(self, path: Path, *, full_sync: bool = False) -> None:
         self.path = path
+        self._snapshots = path / "snapshots"
         self.index = path / "index.db"
         self.lock = path / "store.lock"
         self._full_sync = full_sync
@@ -45,12 +52,16 @@ class Root:
         root = self.path
         if root.exists() and not root.is_dir():
             raise StoreUnavailable(root, "is a file, not a directory")
+        if self._snapshots.is_symlink():
+            raise StoreUnavailable(
+                root, "its folder snapshots is a link; link the whole directory instead"
+            )
         try:
             root.parent.mkdir(parents=True, exist_ok=True)
             # One that holds other things as well may be the user's home.
             if not root.exists() or self.index.exists() or not any(root.iterdir()):
                 _make_private(root)
-            _make_private(root / "snapshots")
+            _make_private(self._snapshots)
         except OSError as error:
             raise StoreUnavailable(
                 root, f"cannot be used as a store: {error.strerror}"
@@ -69,16 +80,42 @@ class Root:
             raise StoreUnavailable(self.path, reason)
 
     def path_of(self, name: str) -> Path:
-        """Return where the file of a snapshot is."""
-        return self.path / "snapshots" / name[:2] / (name + _SUFFIX)
+        """Return where the file of a snapshot is, or would be: never elsewhere.
+
+        Raises:
+            SnapshotCorrupt: That is no name of a snapshot.
+        """
+        if not is_name(name):
+            raise SnapshotCorrupt(Path(name), "is no name of a snapshot")
+        return self._snapshots / name[:2] / (name + _SUFFIX)
+
+    def find(self, name: str) -> Path:
+        """Return where the file of a snapshot is; what lies behind a link is not ours.
+
+        Raises:
+            SnapshotCorrupt: That is no name of a snapshot.
+            SnapshotMissing: A link stands in place of its directory.
+        """
+        path = self.path_of(name)
+        if self._is_behind_link(path):
+            raise SnapshotMissing(path, "its directory is a link, not followed")
+        return path
+
+    def _is_behind_link(self, path: Path) -> bool:
+        return os.path.islink(path.parent) or os.path.islink(self._snapshots)
 
     @contextlib.contextmanager
     def new_file(self, name: str) -> Iterator[tuple[int, Callable[[], None]]]:
         """Yield the descriptor of a new file and what gives it its final name.
 
         Without that name it is removed; with it, by `unlink` alone.
+
+        Raises:
+            OSError: As the system says, or a link stands in place of its directory.
         """
         final = self.path_of(name)
+        if self._is_behind_link(final):
+            raise OSError(errno.ELOOP, "is a link, not followed", str(final.parent))
         temporary = final.with_suffix(_TEMPORARY)
         if not final.parent.exists():
             _make_private(final.parent.parent)
@@ -139,7 +176,7 @@ class Root:
 
     def is_ours(self, path: Path) -> bool:
         """Whether a file has the place and the name of a snapshot."""
-        if not _NAME.fullmatch(path.stem):
+        if not is_name(path.stem):
             return False
         named = path in (
             self.path_of(path.stem),
@@ -152,14 +189,19 @@ class Root:
         return _is_final_name(path.name)
 
     def unlink(self, name: str) -> int:
-        """Remove the file of a snapshot, if it is there; return the bytes freed."""
-        path = self.path_of(name)
+        """Remove the file of a snapshot, if it is there; return the bytes freed.
+
+        A directory in its place, and what is behind a link, is nobody's to remove.
+        """
         try:
-            size = path.stat(follow_symlinks=False).st_size
+            path = self.find(name)
+            info = path.stat(follow_symlinks=False)
+            if stat.S_ISDIR(info.st_mode):
+                return 0
             path.unlink()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, SnapshotError):
             return 0
-        return size
+        return info.st_size
 
     def identity(self) -> tuple[int, int] | None:
         """Return what tells the index from another at its place; None if it is gone."""
@@ -170,9 +212,14 @@ class Root:
         return info.st_dev, info.st_ino
 
 
+def is_name(text: str) -> bool:
+    """Whether a text can be the name of a snapshot."""
+    return _NAME.fullmatch(text) is not None
+
+
 def _is_final_name(name: str) -> bool:
     stem, suffix = os.path.splitext(name)
-    return suffix == _SUFFIX and bool(_NAME.fullmatch(stem))
+    return suffix == _SUFFIX and is_name(stem)
 
 
 def _sync(fd: int, *, full: bool) -> None:

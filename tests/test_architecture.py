@@ -22,8 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "eviction": set(),
     "ranges": set(),
     "tokens": set(),
-    "layers": set(),
-    "extent": {"layers", "ranges"},
+    "strict_json": set(),
+    "layers": {"strict_json"},
+    "extent": {"layers", "ranges", "strict_json"},
     "positions": set(),
     "identity": {"errors", "positions"},
     "types": {"identity"},
@@ -32,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "buffers": {"layers"},
     "codecs": {"buffers", "errors", "layers", "ranges"},
     "snapshot": {
-        "errors", "extent", "failpoints", "layers", "ranges", "tokens", "types",
+        "errors", "extent", "failpoints", "layers", "ranges", "strict_json", "tokens",
+        "types",
     },
     "migrations": set(),
     "index": {
@@ -42,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "resume": {"codecs", "layers", "ranges"},
     "plan": {"extent", "index", "layers", "ranges", "resume"},
     "restore": {
-        "buffers", "codecs", "extent", "layers", "plan", "ranges", "resume",
+        "buffers", "codecs", "extent", "index", "layers", "plan", "ranges", "resume",
         "snapshot",
     },
     "capture": {
@@ -55,7 +57,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "root": {"errors", "failpoints", "snapshot", "usage"},
     "volume": {"errors", "failpoints", "index", "root"},
-    "budget": {"errors", "eviction", "failpoints", "index", "snapshot", "volume"},
+    "budget": {
+        "errors", "eviction", "failpoints", "index", "root", "snapshot", "volume",
+    },
     "admission": {"delta", "index", "prefix"},
     "writer": {"errors"},
     "memory": {"capture", "radix", "tokens", "types"},
@@ -64,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "index", "layers", "plan", "prefix", "restore", "resume", "root", "snapshot",
         "tokens", "types", "volume",
     },
-    "check": {"disk", "errors", "index", "layers", "snapshot", "types"},
+    "check": {"disk", "errors", "index", "layers", "root", "snapshot", "types"},
     "counters": {"errors", "types"},
     "matching": {
         "codecs", "counters", "disk", "errors", "index", "memory", "restore", "resume",
@@ -92,8 +96,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "mlx": {"buffers", "codecs", "capture", "mlx_lm", "doctor"},
     "mlx_lm": {"codecs", "mlx_lm", "doctor", "cli"},
     "numpy": {
-        "buffers", "chat", "cli", "index", "mlx_lm", "prefix", "radix", "snapshot",
-        "tokens",
+        "buffers", "chat", "cli", "disk", "index", "mlx_lm", "prefix", "radix",
+        "snapshot", "tokens",
     },
     "xxhash": {"prefix", "snapshot"},
     "sqlite3": {"index", "counters", "cli"},

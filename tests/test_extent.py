@@ -30,7 +30,9 @@ def random_extent(rng: random.Random) -> Extent:
     )
     bands = tuple(
         Band(leaves, random_ranges(rng))
-        for leaves in rng.sample([(0, 3), (1,), (0,), (3, 0)], rng.randrange(3))
+        for leaves in rng.choice(
+            [[], [(0, 3), (1,)], [(1,), (3, 0)], [(0,)], [(3,), (0,)]]
+        )
     )
     rings = {leaf: rng.randrange(64) for leaf in rng.sample(range(4), 2)}
     return Extent(rng.randrange(1000), 1000 + rng.randrange(9), bands, rings, state)
@@ -187,12 +189,65 @@ def test_a_hostile_text_is_a_value_error(text: str) -> None:
         '{"bands":[[[0],[[0,90]]]],"rings":[],"state":[]}',
         '{"bands":[[[-1],[[0,9]]]],"rings":[],"state":[]}',
         '{"bands":[],"rings":[],"state":[[0,"x","F32",[-4]]]}',
+        '{"bands":[[[0,1],[[0,9]]],[[1],[[0,2]]]],"rings":[],"state":[]}',
+        '{"bands":[[[0,0],[[0,9]]]],"rings":[],"state":[]}',
+        '{"bands":[[["0"],[[0,9]]]],"rings":[],"state":[]}',
+        '{"bands":[[[0],[[false,9]]]],"rings":[],"state":[]}',
+        '{"bands":[],"rings":[[0,1],[0,2]],"state":[]}',
+        '{"bands":[],"rings":[[0,-1]],"state":[]}',
+        '{"bands":[],"rings":[],"state":[[0,"x","F32",[4294967296]]]}',
+        '{"bands":[],"rings":[],"state":[[0,5,"F32",[4]]]}',
+        '{"bands":[],"rings":[],"state":[[0,"x","F32",[]],[0,"x","F32",[]]]}',
     ],
 )
 def test_positions_that_no_snapshot_has_are_a_value_error(text: str) -> None:
     """Ranges are sorted, apart, not empty and below the end; sizes not negative."""
     with pytest.raises(ValueError, match="extent"):
         Extent.from_text(text, 0, 9)
+
+
+@pytest.mark.parametrize("key", ["bands", "rings", "state"])
+def test_a_key_that_comes_twice_is_a_value_error(key: str) -> None:
+    """Two readers could take different ones."""
+    text = f'{{"bands":[],"rings":[],"state":[],"{key}":[]}}'
+    with pytest.raises(ValueError, match="twice"):
+        Extent.from_text(text, 0, 9)
+
+
+def test_what_is_claimed_is_measured_without_making_it() -> None:
+    """A snapshot of 2**60 tokens is refused by the size of its file, at once."""
+    end = 1 << 60
+    shape = Shape(LAYERS, Extent(0, end, (Band((0,), ((0, end),)),)))
+    assert shape.n_chunks == end // CHUNK
+    assert shape.data_nbytes > end
+    with pytest.raises(ValueError, match="checksums"):
+        shape.require_within(1 << 40, 4)
+    with pytest.raises(ValueError, match="are more than"):
+        shape.require_within(1 << 40, end // CHUNK)
+
+
+def test_chunks_are_counted_as_they_are_made() -> None:
+    """The number of chunks and their bytes are known before there are any."""
+    rng = random.Random(33)
+    for _ in range(300):
+        shape = Shape(LAYERS, random_extent(rng))
+        assert shape.n_chunks == len(shape.chunks)
+        assert shape.rows_nbytes == sum(chunk.nbytes for chunk in shape.chunks)
+
+
+@pytest.mark.parametrize(
+    ("extent", "reason"),
+    [
+        (Extent(0, 9, (Band((4,), ((0, 9),)),)), "only 4 leaves"),
+        (Extent(0, 9, rings={9: 1}), "only 4 leaves"),
+        (Extent(0, 9, state=(StateArray(4, "0", "F32", (1,)),)), "only 4 leaves"),
+        (Extent(0, 9, (Band((2,), ((0, 9),)),)), "no bytes"),
+    ],
+)
+def test_an_extent_of_other_layers_is_refused(extent: Extent, reason: str) -> None:
+    """Leaves that are not there, and rows of layers that have none."""
+    with pytest.raises(ValueError, match=reason):
+        Shape(LAYERS, extent).require_within(1 << 40, 1)
 
 
 def test_random_damage_raises_nothing_else() -> None:

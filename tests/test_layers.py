@@ -96,6 +96,21 @@ def test_every_dtype_can_be_described(dtype: str) -> None:
         '[["full/1",[["keys",2,64,"F99"]],{}]]',
         '[["full/1",[["keys",2,64,["F32"]]],{}]]',
         '[["full/1",[],{"bits":"x"}]]',
+        '[["full/1",[],{"bits":8,"bits":8}]]',
+        '[["full/1",[],{"bits":8.0}]]',
+        '[["full/1",[],{"bits":-8}]]',
+        '[["full/1",[],{"bits":4294967296}]]',
+        '[["full/1",[["keys",-2,64,"F32"]],{}]]',
+        '[["full/1",[["keys",2,-64,"F32"]],{}]]',
+        '[["full/1",[["keys",2,1152921504606846976,"F32"]],{}]]',
+        '[["full/1",[["keys",true,64,"F32"]],{}]]',
+        '[["full/1",[["keys","2",64,"F32"]],{}]]',
+        '[["full/1",[["keys",2,64,"F32"],["keys",2,64,"F32"]],{}]]',
+        "[[5,[],{}]]",
+        '[["composite/1",[],{},[],[]]]',
+        '[["composite/1",[["keys",2,64,"F32"]],{},[["full/1",[],{}]]]]',
+        '["full/1"]',
+        "[[[],[],{}]]",
     ],
 )
 def test_a_text_that_is_none_is_a_value_or_key_error(text: str) -> None:
@@ -106,8 +121,14 @@ def test_a_text_that_is_none_is_a_value_or_key_error(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['[["full/1",[["keys",1e999,64,"F32"]],{}]]', "[" * 100_000],
-    ids=["infinite", "deep"],
+    [
+        '[["full/1",[["keys",1e999,64,"F32"]],{}]]',
+        "[" * 100_000,
+        '[["composite/1",[],{},' * 10_000 + "[]" + "]]" * 10_000,
+        "[" + "[]," * 100_000 + "[]]",
+        "9" * 100_000,
+    ],
+    ids=["infinite", "deep", "deep layers", "many", "long"],
 )
 def test_a_hostile_text_is_a_value_error(text: str) -> None:
     """An endless number and endless brackets are no descriptions either."""

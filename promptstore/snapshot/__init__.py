@@ -15,22 +15,32 @@ The header is padded with spaces so that the rows start on a page.
     tokens    int64, little-endian
 """
 
-from promptstore.snapshot.header import Contents, Written, nbytes_of
-from promptstore.snapshot.read import SnapshotFile, read_contents
+from promptstore.snapshot.header import Claims, Contents, Written, nbytes_of
+from promptstore.snapshot.read import (
+    SnapshotFile,
+    Stamp,
+    read_contents,
+    require_plausible,
+    stamp_at,
+)
 from promptstore.snapshot.rows import Placed, Rows, copy_rows
 from promptstore.snapshot.write import Body, create, is_abandoned, write
 
 __all__ = [
     "Body",
+    "Claims",
     "Contents",
     "Placed",
     "Rows",
     "SnapshotFile",
+    "Stamp",
     "Written",
     "copy_rows",
     "create",
     "is_abandoned",
     "nbytes_of",
     "read_contents",
+    "require_plausible",
+    "stamp_at",
     "write",
 ]

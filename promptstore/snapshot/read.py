@@ -15,12 +15,14 @@ from promptstore.errors import SnapshotCorrupt, SnapshotMissing, SnapshotUnreada
 from promptstore.extent import Chunk, Shape
 from promptstore.ranges import Ranges, Run, covers, intersect
 from promptstore.snapshot import header
-from promptstore.snapshot.header import CHECKSUM_BYTES, Contents, Written
+from promptstore.snapshot.header import CHECKSUM_BYTES, Claims, Contents, Written
 from promptstore.snapshot.rows import Placed, Rows, advance, copy_rows, groups
 from promptstore.tokens import Tokens
 
-_MAX_HEADER = 1 << 30
 _STEP_BYTES = 4 << 20
+
+Stamp = tuple[int, int, int]
+"""Tells a file from another at its place."""
 
 
 class SnapshotFile:
@@ -46,14 +48,11 @@ class SnapshotFile:
         self._data_start = nbytes - shape.data_nbytes
         self._fd = _open(path)
         try:
-            size = _size(path, self._fd)
-            info = os.fstat(self._fd)
-            self.stamp = info.st_ino, info.st_mtime_ns, info.st_ctime_ns
+            info = _regular(path, os.fstat(self._fd))
+            self.stamp = stamp_of(info)
             """What the system changes when the file is replaced or written to."""
-            if size != nbytes or self._data_start < 8:
-                raise SnapshotCorrupt(path, f"has {size} bytes instead of {nbytes}")
-            if len(checksums) != CHECKSUM_BYTES * (len(shape.chunks) + 3):
-                raise SnapshotCorrupt(path, "its row has checksums of another shape")
+            _require_size(path, info, nbytes)
+            require_plausible(path, shape, nbytes, checksums)
         except BaseException:
             self.close()
             raise
@@ -75,6 +74,22 @@ class SnapshotFile:
             SnapshotCorrupt: They differ.
         """
         self._compare(0, self._read(0, self._data_start), "header")
+
+    def verify_claims(self, claims: Claims) -> None:
+        """Compare the header with its checksum, and what it says with the index.
+
+        Raises:
+            SnapshotCorrupt: Something differs.
+            SnapshotUnsupported: The file is of another format.
+        """
+        head = self._read(0, self._data_start)
+        self._compare(0, head, "header")
+        size = self._data_start + self._shape.data_nbytes
+        try:
+            facts = header.facts_of(self.path, head.data, size)
+            header.require_claims(self.path, facts, claims)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SnapshotCorrupt(self.path, f"is no snapshot: {error}") from error
 
     def verify_tokens(self, tokens: Tokens) -> None:
         """Compare the ids at the end with those that the index has.
@@ -223,17 +238,61 @@ def _open(path: Path) -> int:
         raise SnapshotUnreadable(path, str(error)) from error
 
 
-def _size(path: Path, fd: int) -> int:
-    info = os.fstat(fd)
+def require_plausible(path: Path, shape: Shape, nbytes: int, checksums: bytes) -> None:
+    """Raise unless what a row says of a file makes sense, before any of it is used.
+
+    Raises:
+        SnapshotCorrupt: It does not.
+    """
+    n_sums, rest = divmod(len(checksums), CHECKSUM_BYTES)
+    try:
+        shape.require_within(nbytes - 8, n_sums - 3)
+    except ValueError as error:
+        raise SnapshotCorrupt(path, f"its row makes no sense: {error}") from error
+    if rest:
+        raise SnapshotCorrupt(path, "its row has checksums of another shape")
+
+
+def stamp_at(path: Path, nbytes: int) -> Stamp:
+    """Return what tells a file from another at its place, not opening it.
+
+    Raises:
+        SnapshotMissing, SnapshotUnreadable: As the system says.
+        SnapshotCorrupt: It is not of the size that was written.
+    """
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError as error:
+        raise SnapshotMissing(path, "the file is gone") from error
+    except OSError as error:
+        raise SnapshotUnreadable(path, str(error)) from error
+    _require_size(path, _regular(path, info), nbytes)
+    return stamp_of(info)
+
+
+def stamp_of(info: os.stat_result) -> Stamp:
+    """Return what the system changes when a file is replaced or written to."""
+    return info.st_ino, info.st_mtime_ns, info.st_ctime_ns
+
+
+def _regular(path: Path, info: os.stat_result) -> os.stat_result:
+    if stat.S_ISLNK(info.st_mode):
+        raise SnapshotCorrupt(path, "is a symbolic link")
     if not stat.S_ISREG(info.st_mode):
         raise SnapshotCorrupt(path, "is not a regular file")
-    return info.st_size
+    return info
+
+
+def _require_size(path: Path, info: os.stat_result, nbytes: int) -> None:
+    if info.st_size != nbytes:
+        raise SnapshotCorrupt(path, f"has {info.st_size} bytes instead of {nbytes}")
 
 
 def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
     """Return what a file says of itself, its tokens, and what its row must carry.
 
-    For rebuilding an index; restoring never parses a header.
+    For rebuilding an index; restoring never parses all of a header. Takes no more
+    memory than the file and a constant.
 
     Raises:
         SnapshotMissing, SnapshotUnreadable: As the system says.
@@ -242,29 +301,28 @@ def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
     """
     fd = _open(path)
     try:
-        size = _size(path, fd)
-        n_header = int.from_bytes(_pread(path, fd, 8, 0), "little")
-        if not 0 < n_header <= min(size - 8, _MAX_HEADER):
+        size = _regular(path, os.fstat(fd)).st_size
+        n_header = int.from_bytes(_pread(path, fd, min(size, 8), 0), "little")
+        if not 0 < n_header <= size - 8:
             raise SnapshotCorrupt(path, "is no safetensors file")
         head = _pread(path, fd, 8 + n_header, 0)
-        contents, sums = header.parse(path, head)
-        shape = contents.shape
-        if size != len(head) + shape.data_nbytes:
-            raise SnapshotCorrupt(path, "is not of the size that its header says")
-        at = len(head) + shape.rows_nbytes + shape.state_nbytes
-        ids = _pread(path, fd, 8 * shape.n_tokens, at)
+        contents, sums = header.parse(path, head.data, size)
+        digest = xxhash.xxh3_128_digest(head.data)
+        del head
+        n_tokens = contents.shape.n_tokens
+        ids = _pread(path, fd, 8 * n_tokens, size - 8 * n_tokens)
     finally:
         os.close(fd)
-    if xxhash.xxh3_128_digest(ids) != sums[-CHECKSUM_BYTES:]:
+    if xxhash.xxh3_128_digest(ids.data) != sums[-CHECKSUM_BYTES:]:
         raise SnapshotCorrupt(path, "the checksum of its tokens differs")
-    tokens = np.frombuffer(ids, "<i8").astype(np.int64)
-    return contents, tokens, Written(size, xxhash.xxh3_128_digest(head) + sums)
+    tokens = ids.view("<i8").astype(np.int64, copy=False)
+    return contents, tokens, Written(size, digest + sums)
 
 
-def _pread(path: Path, fd: int, nbytes: int, offset: int) -> bytes:
+def _pread(path: Path, fd: int, nbytes: int, offset: int) -> Rows:
     data = np.empty(nbytes, np.uint8)
     _readv(path, fd, offset, [data.data] if nbytes else [])
-    return data.tobytes()
+    return data
 
 
 def _readv(path: Path, fd: int, offset: int, group: list[memoryview]) -> None:
