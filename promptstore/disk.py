@@ -275,6 +275,8 @@ class DiskTier:
         found = self._writer.find(layout, new.tokens, new.until_ns)
         if layout.is_whole:
             found = Found()  # nothing of another run is continued
+        if found.n_tokens == len(new.tokens):
+            return found  # another process has just stored them
         extent = delta.of_rows(new, found)
         is_new = self._write(layout, new, found, extent)
         found = self._writer.find(layout, new.tokens)

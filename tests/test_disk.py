@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cut_to, kv_of, prints, tokens
+from builders import arrays_cache, cut_to, fingerprints, kv_of, prints, tokens
 
 from promptstore import snapshot
 from promptstore.budget import Limits
@@ -27,7 +27,7 @@ from promptstore.errors import (
     StoreUnavailable,
     TooLarge,
 )
-from promptstore.index import Index, Row
+from promptstore.index import Found, Index, Row
 from promptstore.layers import Layer, RowPart, token_bytes
 from promptstore.tokens import as_tokens
 from promptstore.types import Namespace
@@ -269,6 +269,47 @@ def test_two_that_store_one_prompt_end_with_one(
     disk.save(new(ids))
     assert len(disk.root.files()) == disk.index.n_snapshots() == 1
     assert holds(disk, ids)
+
+
+@pytest.mark.parametrize("kind", ["full", "state"])
+def test_rows_that_came_between_two_looks_are_not_added_to(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Another process stores a prompt just after this one missed it: no row comes
+    twice, and a state is not kept away by a checkpoint without one."""
+    ids = tokens(N)
+    cache = kv_of(ids, n_layers=1) if kind == "full" else arrays_cache(N)
+    capture = take_in(cache, N).capture()
+    prompt = NewSnapshot(NS, as_tokens(ids), capture, "assistant")
+    other = open_tier(disk.root.path)
+    others = [prompt]
+    real = Index.find
+
+    def find(self: Index, *args: Any) -> Found:
+        found = real(self, *args)
+        if others and self is disk._writer:
+            other._save_rows(other._writer.layout(NS, prompt.text), others.pop())
+        return found
+
+    monkeypatch.setattr(Index, "find", find)
+    disk.save(prompt)
+    other.close()
+    assert disk.index.n_snapshots() == (1 if kind == "full" else 2)
+    assert fingerprints(load(disk, ids), N) == fingerprints(cache, N)
+
+
+def test_a_state_inside_a_prompt_that_lives_longer_is_stored(disk: DiskTier) -> None:
+    """All its rows are there already, in rows of another life; its state is not."""
+    ids = tokens(N)
+    for n, ttl_s in ((N, 2000.0), (N // 2, 1000.0)):
+        capture = take_in(arrays_cache(n), n).capture()
+        until_ns = time.time_ns() + int(ttl_s * 1e9)
+        prompt = NewSnapshot(
+            NS, as_tokens(ids[:n]), capture, "assistant", expires_ns=until_ns
+        )
+        disk.save(prompt)
+        found = load(disk, ids[:n])
+        assert fingerprints(found, n) == fingerprints(arrays_cache(n), n)
 
 
 def test_the_second_still_gets_its_label_and_its_pin(
