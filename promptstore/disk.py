@@ -386,6 +386,7 @@ class DiskTier:
         loose.sort(key=lambda row: (order[row.kind], row.end))
         for row in loose[:n_over]:
             if self._writer.remove_leaf(row.id):
+                reach("insert: old state dropped")
                 self.volume.unlink([row])
 
     # ------------------------------------------------------------- removing
