@@ -21,6 +21,8 @@ STEPS = (
     "rebuild: row added",
     "rebuild: index in its place",
     "insert: layout made",
+    "insert: sighting noted",
+    "insert: bytes counted",
     "insert: folder made",
     "insert: file made",
     "insert: rows written",

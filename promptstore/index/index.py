@@ -380,7 +380,8 @@ class Index:
                 "where nbytes + ?2 <= ?3",
                 (day, nbytes, _MOST_BYTES if max_bytes is None else max_bytes),
             )
-            return bool(done.rowcount)
+        reach("insert: bytes counted")
+        return bool(done.rowcount)
 
     def written_by_day(self) -> dict[str, int]:
         """Return the bytes of snapshot files that were written, by day (UTC)."""
@@ -407,6 +408,7 @@ class Index:
                 "order by seen_ns desc limit -1 offset ?)",
                 (_MAX_SIGHTINGS,),
             )
+        reach("insert: sighting noted")
 
     def truncate_log(self) -> None:
         """Move what is in the write-ahead log into the database."""
