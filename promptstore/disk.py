@@ -32,7 +32,7 @@ from promptstore.index import (
     Index,
     Layout,
     NewRow,
-    ParentGone,
+    Gone,
     Row,
 )
 from promptstore.layers import Layers, from_text
@@ -243,9 +243,10 @@ class DiskTier:
         layout = self._writer.layout(new.namespace, new.text)
         if not self._admits(layout, new):
             return None
+        n_before = self.bytes_written
         for _ in range(_TRIES):
             self.volume.unlink(self._writer.remove_expired())
-            with contextlib.suppress(ParentGone):
+            with contextlib.suppress(Gone):
                 found = self._save_rows(layout, new)
                 if found.n_tokens < len(new.tokens):
                     return ()  # it did not live longer than its own writing
@@ -253,7 +254,7 @@ class DiskTier:
                     self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)
                 ids = self._mark(layout, new, found)
-                self._keep_budget(ids)
+                self._keep_budget(ids, is_new=self.bytes_written > n_before)
                 return ids
         raise NotCovered("what it continues was evicted again and again")
 
@@ -283,7 +284,7 @@ class DiskTier:
         if found.n_tokens == len(new.tokens) or (found.expired and new.expires_ns):
             return found
         if is_new:
-            raise ParentGone  # evicted by another process, or expired, at once
+            raise Gone  # evicted by another process, or expired, at once
         raise NotCovered("another prompt has the same digest")
 
     def _has_all(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
@@ -308,9 +309,12 @@ class DiskTier:
         row = self._writer.row_at(layout, new.tokens)
         rows = dict.fromkeys(row.id for row in found.chain)
         if row is not None:
-            self._writer.mark(row, label=new.label, pinned=new.pinned)
             self._writer.prolong([row], new.expires_ns)
             rows[row.id] = None
+        if new.pinned or new.label is not None:
+            if row is None:
+                raise Gone  # evicted by another process before it was protected
+            self._writer.mark(row, label=new.label, pinned=new.pinned)
         now = time.time_ns()
         reach("insert: prompt marked")
         self._writer.touch((id_, now, 0) for id_ in rows)
@@ -355,7 +359,7 @@ class DiskTier:
         self.bytes_written += written.nbytes
         return True
 
-    def _keep_budget(self, ids: tuple[int, ...]) -> None:
+    def _keep_budget(self, ids: tuple[int, ...], *, is_new: bool) -> None:
         """Evict what is over the budget now that the index has grown as well.
 
         Raises:
@@ -364,7 +368,8 @@ class DiskTier:
         try:
             self.budget.make_room(0, frozenset(ids))
         except (TooLarge, NoSpace):
-            self.remove(ids[-1:])
+            if is_new:
+                self.remove(ids[-1:])
             raise
 
     def _thin_out(self, found: Found) -> None:

@@ -303,7 +303,12 @@ def require_served(store: PromptStore, prompts: Sequence[Prompt]) -> None:
 
 @pytest.mark.parametrize(("name", "step", "nth"), CASES)
 def test_a_process_may_die_at_any_step(
-    zygote: ForkServerContext, root: Path, tmp_path: Path, name: str, step: str, nth: int
+    zygote: ForkServerContext,
+    root: Path,
+    tmp_path: Path,
+    name: str,
+    step: str,
+    nth: int,
 ) -> None:
     """Whatever the step, nothing flushed is lost and nothing is served wrong (P05)."""
     scenario, acks = SCENARIOS[name], Acks(tmp_path / "acks")

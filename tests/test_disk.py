@@ -312,6 +312,41 @@ def test_a_state_inside_a_prompt_that_lives_longer_is_stored(disk: DiskTier) -> 
         assert fingerprints(found, n) == fingerprints(arrays_cache(n), n)
 
 
+def test_a_pin_on_what_has_just_gone_is_no_success(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that was acknowledged is there, whatever another process evicts."""
+    ids = tokens(N)
+    disk.save(new(ids))
+    other = open_tier(disk.root.path)
+    real = Index.mark
+
+    def mark(self: Index, *args: Any, **wish: Any) -> None:
+        other.evict(0)
+        real(self, *args, **wish)
+
+    monkeypatch.setattr(Index, "mark", mark)
+    with pytest.raises(NotCovered):
+        disk.save(new(ids, pinned=True))
+    monkeypatch.setattr(Index, "mark", real)
+    disk.save(new(ids, pinned=True))
+    other.evict(0)
+    other.close()
+    assert holds(disk, ids)
+
+
+def test_a_smaller_budget_does_not_cost_what_was_stored_before(
+    disk: DiskTier,
+) -> None:
+    """An insert that writes nothing removes nothing, though all is too large."""
+    ids = tokens(N)
+    disk.save(new(ids, pinned=True))
+    disk.budget.limits = Limits(UNIT)
+    with pytest.raises(TooLarge):
+        disk.save(new(ids))
+    assert holds(disk, ids)
+
+
 def test_the_second_still_gets_its_label_and_its_pin(
     disk: DiskTier, overtaken: Callable[[Sequence[int]], None]
 ) -> None:

@@ -71,7 +71,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--steps", type=int, help="steps a process instead of seconds")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().getrandbits(32)
+    )
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     end = time.monotonic() + options.seconds

@@ -6,7 +6,7 @@ the place in that tree in O(log blocks); the token ids on the way are then compa
 """
 
 from promptstore.index.database import prepare, require_known
-from promptstore.index.index import Duplicate, Index, ParentGone
+from promptstore.index.index import Duplicate, Index, Gone
 from promptstore.index.rows import Layout, NewRow, Row
 from promptstore.index.search import Found
 
@@ -16,7 +16,7 @@ __all__ = [
     "Index",
     "Layout",
     "NewRow",
-    "ParentGone",
+    "Gone",
     "Row",
     "prepare",
     "require_known",
