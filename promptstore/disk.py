@@ -29,10 +29,10 @@ from promptstore.failpoints import reach
 from promptstore.index import (
     Duplicate,
     Found,
+    Gone,
     Index,
     Layout,
     NewRow,
-    Gone,
     Row,
 )
 from promptstore.layers import Layers, from_text

@@ -22,10 +22,10 @@ from promptstore.extent import Band, Extent, StateArray
 from promptstore.index import (
     Duplicate,
     Found,
+    Gone,
     Index,
     Layout,
     NewRow,
-    Gone,
     Row,
     prepare,
     search,

@@ -15,11 +15,11 @@ from typing import Any
 
 import builders
 import mlx.core as mx
+import promptstore.migrations.migrations  # noqa: F401
 import psutil  # noqa: F401  a store imports these when it needs them
 import sqlite_utils  # noqa: F401
 from mlx_lm.models.cache import ArraysCache
 
-import promptstore.migrations.migrations  # noqa: F401
 from promptstore import Match, Namespace, PromptStore, codecs, n_cached
 
 KINDS = ("full", "window", "state")

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import secrets
 import shutil
 import signal
 import sys
@@ -214,9 +215,7 @@ def main() -> int:
     """Run the loop; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().getrandbits(32)
-    )
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     place = Path(tempfile.mkdtemp(prefix="promptstore-crash-"))

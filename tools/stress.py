@@ -16,7 +16,7 @@ leaves the root.
 from __future__ import annotations
 
 import argparse
-import random
+import secrets
 import shutil
 import sys
 import tempfile
@@ -71,9 +71,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--steps", type=int, help="steps a process instead of seconds")
-    parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().getrandbits(32)
-    )
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     end = time.monotonic() + options.seconds

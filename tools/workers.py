@@ -6,6 +6,7 @@ forks can.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import random
@@ -131,8 +132,7 @@ class Worker:
         try:
             self._store.flush()
         except WriteFailed as failed:
-            assert failed.__cause__ is not None
-            if cause_of(failed.__cause__) in self._lawful:
+            if cause_of(failed.__cause__ or failed) in self._lawful:
                 return False
             raise
         return True
@@ -170,10 +170,8 @@ class Worker:
         infos = list(self._store.snapshots())
         if infos:
             info = self._rng.choice(infos)
-            try:
+            with contextlib.suppress(UnknownSnapshot):  # another process was faster
                 act(info.label or info.id)
-            except UnknownSnapshot:
-                pass  # another process was faster
 
 
 def prompts_of(seed: int) -> list[Prompt]:
