@@ -22,6 +22,7 @@ still there. This shows nothing about power cuts.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import secrets
 import shutil
@@ -63,6 +64,7 @@ class Root:
     place: Path
     prompts: list[Prompt]
     kept: list[Prompt] = field(default_factory=list)
+    pinned: list[Prompt] = field(default_factory=list)
 
     @property
     def store(self) -> Path:
@@ -88,8 +90,11 @@ def work(
     acks: Acks,
     pinned: Acks,
 ) -> None:
-    """Use the store until killed. In a process of its own."""
-    Worker(root, prompts, seed, weights, acks, pinned).run()
+    """Use the store until killed, or the parent is. In a process of its own."""
+    parent = os.getppid()
+    worker = Worker(root, prompts, seed, weights, acks, pinned)
+    while os.getppid() == parent:
+        worker.step()
 
 
 def inspect(
@@ -138,11 +143,10 @@ def one_round(root: Root, mode: str, n_workers: int, rng: random.Random) -> Tota
     ]
     _kill([FORK.Process(target=work, args=each) for each in args], rng)
     acknowledged = acks.of(root.prompts)
-    due = {
-        "keep": [*root.kept, *acknowledged],
-        "evict": pinned.of(root.prompts),
-        "delete": [],
-    }[mode]
+    root.pinned += pinned.of(root.prompts)
+    if mode == "delete":  # it also takes pins away
+        root.pinned = []
+    due = [*root.kept, *acknowledged] if mode == "keep" else root.pinned
     root.kept, n_orphans = _inspect(root, due)
     return Totals(n_workers, 1, len(acknowledged), n_orphans)
 

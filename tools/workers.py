@@ -84,12 +84,6 @@ class Worker:
             "unpin": lambda: self._named(self._store.unpin),
         }
 
-    def run(self, n_steps: int | None = None) -> None:
-        """Go on for so many steps, or until killed."""
-        while n_steps is None or n_steps > 0:
-            self.step()
-            n_steps = None if n_steps is None else n_steps - 1
-
     def step(self) -> None:
         """Do one thing at random."""
         names, weights = zip(*self._weights.items(), strict=True)
