@@ -23,7 +23,7 @@ ifneq ($(BLAS),)
 RUN += LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}
 endif
 
-.PHONY: help venv model demo test lint fmt wheel-test bench clean
+.PHONY: help venv model demo test lint fmt wheel-test bench crash stress clean
 
 help:
 	@echo "make demo        the main job on a real model (about three minutes)"
@@ -32,6 +32,8 @@ help:
 	@echo "make fmt         format the code"
 	@echo "make wheel-test  the tests against the built wheel"
 	@echo "make bench       the benchmarks"
+	@echo "make crash       1,000 kills at random moments (about eight minutes)"
+	@echo "make stress      eight processes on one root for a minute"
 	@echo "make clean       remove all that was made, but for the model"
 
 venv: $(STAMP)
@@ -76,6 +78,13 @@ wheel-test: model
 	dir=$$(mktemp -d) && trap "rm -rf '$$dir'" EXIT && \
 	  cp -R tests tools pyproject.toml "$$dir" && cd "$$dir" && unset PYTHONPATH && \
 	  $(RUN) $(CURDIR)/.venv-wheel/bin/pytest -n auto $(ARGS)
+
+# ARGS='--seed 7' gives the choices of an earlier run again.
+crash: venv
+	$(RUN) $(BIN)/python tools/crash_loop.py $(ARGS)
+
+stress: venv
+	$(RUN) $(BIN)/python tools/stress.py $(ARGS)
 
 bench: model
 	$(RUN) $(BIN)/python tools/bench_store.py $(ARGS)

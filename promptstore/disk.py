@@ -31,10 +31,10 @@ from promptstore.failpoints import reach
 from promptstore.index import (
     Duplicate,
     Found,
+    Gone,
     Index,
     Layout,
     NewRow,
-    ParentGone,
     Row,
 )
 from promptstore.layers import Layers, from_text
@@ -268,9 +268,10 @@ class DiskTier:
         layout = self._writer.layout(new.namespace, new.text)
         if not self._admits(layout, new):
             return None
+        n_before = self.bytes_written
         for _ in range(_TRIES):
             self.volume.unlink(self._writer.remove_expired())
-            with contextlib.suppress(ParentGone):
+            with contextlib.suppress(Gone):
                 found = self._save_rows(layout, new)
                 if found.n_tokens < len(new.tokens):
                     return ()  # it did not live longer than its own writing
@@ -278,7 +279,7 @@ class DiskTier:
                     self._write(layout, new, found, delta.of_checkpoint(new, found))
                     self._thin_out(found)
                 ids = self._mark(layout, new, found)
-                self._keep_budget(ids)
+                self._keep_budget(ids, is_new=self.bytes_written > n_before)
                 return ids
         raise NotCovered("what it continues was evicted again and again")
 
@@ -300,13 +301,15 @@ class DiskTier:
         found = self._writer.find(layout, new.tokens, new.until_ns)
         if layout.is_whole:
             found = Found()  # nothing of another run is continued
+        if found.n_tokens == len(new.tokens):
+            return found  # another process has just stored them
         extent = delta.of_rows(new, found)
         is_new = self._write(layout, new, found, extent)
         found = self._writer.find(layout, new.tokens)
         if found.n_tokens == len(new.tokens) or (found.expired and new.expires_ns):
             return found
         if is_new:
-            raise ParentGone  # evicted by another process, or expired, at once
+            raise Gone  # evicted by another process, or expired, at once
         raise NotCovered("another prompt has the same digest")
 
     def _has_all(self, layout: Layout, new: NewSnapshot, found: Found) -> bool:
@@ -331,9 +334,12 @@ class DiskTier:
         row = self._writer.row_at(layout, new.tokens)
         rows = dict.fromkeys(row.id for row in found.chain)
         if row is not None:
-            self._writer.mark(row, label=new.label, pinned=new.pinned)
             self._writer.prolong([row], new.expires_ns)
             rows[row.id] = None
+        if new.pinned or new.label is not None:
+            if row is None:
+                raise Gone  # evicted by another process before it was protected
+            self._writer.mark(row, label=new.label, pinned=new.pinned)
         now = time.time_ns()
         reach("insert: prompt marked")
         self._writer.touch((id_, now, 0) for id_ in rows)
@@ -378,7 +384,7 @@ class DiskTier:
         self.bytes_written += written.nbytes
         return True
 
-    def _keep_budget(self, ids: tuple[int, ...]) -> None:
+    def _keep_budget(self, ids: tuple[int, ...], *, is_new: bool) -> None:
         """Evict what is over the budget now that the index has grown as well.
 
         Raises:
@@ -387,7 +393,8 @@ class DiskTier:
         try:
             self.budget.make_room(0, frozenset(ids))
         except (TooLarge, NoSpace):
-            self.remove(ids[-1:])
+            if is_new:
+                self.remove(ids[-1:])
             raise
 
     def _thin_out(self, found: Found) -> None:
@@ -409,6 +416,7 @@ class DiskTier:
         loose.sort(key=lambda row: (order[row.kind], row.end))
         for row in loose[:n_over]:
             if self._writer.remove_leaf(row.id):
+                reach("insert: old state dropped")
                 self.volume.unlink([row])
 
     # ------------------------------------------------------------- removing

@@ -121,6 +121,7 @@ class Root:
             _make_private(final.parent.parent)
             _make_private(final.parent)
             self._sync(final.parent.parent)
+            reach("insert: folder made")
         try:
             with snapshot.create(temporary) as fd:
                 reach("insert: file made")

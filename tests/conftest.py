@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,21 @@ def store(tmp_path: Path) -> Iterator[PromptStore]:
         assert store.check() == []
     finally:
         store.close()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> ForkServerContext:
+    """Forks processes off one that has imported all and evaluated nothing.
+
+    What such a process calls must stand in a module of the preloaded ones, or be
+    imported anew by each.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        context.set_forkserver_preload(["test_crash", "test_processes"])
+        forkserver.ensure_running()
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cut_to, kv_of, prints, tokens
+from builders import arrays_cache, cut_to, fingerprints, kv_of, prints, tokens
 
 from promptstore import snapshot
 from promptstore.budget import Limits
@@ -27,7 +27,7 @@ from promptstore.errors import (
     StoreUnavailable,
     TooLarge,
 )
-from promptstore.index import Index, Row
+from promptstore.index import Found, Index, Row
 from promptstore.layers import Layer, RowPart, token_bytes
 from promptstore.tokens import as_tokens
 from promptstore.types import Namespace
@@ -268,6 +268,82 @@ def test_two_that_store_one_prompt_end_with_one(
     overtaken(ids)
     disk.save(new(ids))
     assert len(disk.root.files()) == disk.index.n_snapshots() == 1
+    assert holds(disk, ids)
+
+
+@pytest.mark.parametrize("kind", ["full", "state"])
+def test_rows_that_came_between_two_looks_are_not_added_to(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Another process stores a prompt just after this one missed it: no row comes
+    twice, and a state is not kept away by a checkpoint without one."""
+    ids = tokens(N)
+    cache = kv_of(ids, n_layers=1) if kind == "full" else arrays_cache(N)
+    capture = take_in(cache, N).capture()
+    prompt = NewSnapshot(NS, as_tokens(ids), capture, "assistant")
+    other = open_tier(disk.root.path)
+    others = [prompt]
+    real = Index.find
+
+    def find(self: Index, *args: Any) -> Found:
+        found = real(self, *args)
+        if others and self is disk._writer:
+            other._save_rows(other._writer.layout(NS, prompt.text), others.pop())
+        return found
+
+    monkeypatch.setattr(Index, "find", find)
+    disk.save(prompt)
+    other.close()
+    assert disk.index.n_snapshots() == (1 if kind == "full" else 2)
+    assert fingerprints(load(disk, ids), N) == fingerprints(cache, N)
+
+
+def test_a_state_inside_a_prompt_that_lives_longer_is_stored(disk: DiskTier) -> None:
+    """All its rows are there already, in rows of another life; its state is not."""
+    ids = tokens(N)
+    for n, ttl_s in ((N, 2000.0), (N // 2, 1000.0)):
+        capture = take_in(arrays_cache(n), n).capture()
+        until_ns = time.time_ns() + int(ttl_s * 1e9)
+        prompt = NewSnapshot(
+            NS, as_tokens(ids[:n]), capture, "assistant", expires_ns=until_ns
+        )
+        disk.save(prompt)
+        found = load(disk, ids[:n])
+        assert fingerprints(found, n) == fingerprints(arrays_cache(n), n)
+
+
+def test_a_pin_on_what_has_just_gone_is_no_success(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that was acknowledged is there, whatever another process evicts."""
+    ids = tokens(N)
+    disk.save(new(ids))
+    other = open_tier(disk.root.path)
+    real = Index.mark
+
+    def mark(self: Index, *args: Any, **wish: Any) -> None:
+        other.evict(0)
+        real(self, *args, **wish)
+
+    monkeypatch.setattr(Index, "mark", mark)
+    with pytest.raises(NotCovered):
+        disk.save(new(ids, pinned=True))
+    monkeypatch.setattr(Index, "mark", real)
+    disk.save(new(ids, pinned=True))
+    other.evict(0)
+    other.close()
+    assert holds(disk, ids)
+
+
+def test_a_smaller_budget_does_not_cost_what_was_stored_before(
+    disk: DiskTier,
+) -> None:
+    """An insert that writes nothing removes nothing, though all is too large."""
+    ids = tokens(N)
+    disk.save(new(ids, pinned=True))
+    disk.budget.limits = Limits(UNIT)
+    with pytest.raises(TooLarge):
+        disk.save(new(ids))
     assert holds(disk, ids)
 
 

@@ -22,10 +22,10 @@ from promptstore.extent import Band, Extent, StateArray
 from promptstore.index import (
     Duplicate,
     Found,
+    Gone,
     Index,
     Layout,
     NewRow,
-    ParentGone,
     Row,
     prepare,
     search,
@@ -716,7 +716,7 @@ def test_a_parent_that_is_gone_is_told(index: Index, layout: Layout) -> None:
     """Nothing is added that would continue rows which are not there."""
     parent = add(index, layout, tokens(300))
     index.remove([parent.id])
-    with pytest.raises(ParentGone):
+    with pytest.raises(Gone):
         index.add(new_row(layout, tokens(600), parent.id, 300))
     assert index.n_snapshots() == 0
 
@@ -728,7 +728,7 @@ def test_a_parent_must_reach_the_start(
     """A start before or behind the parent's range would leave a gap."""
     add(index, layout, tokens(100))
     parent = add(index, layout, tokens(300))
-    with pytest.raises(ParentGone):
+    with pytest.raises(Gone):
         index.add(new_row(layout, tokens(600), parent.id, start))
 
 

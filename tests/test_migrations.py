@@ -7,8 +7,6 @@ import os
 import re
 import sqlite3
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,8 +22,6 @@ from promptstore.index import Index, database, prepare
 
 # Append only: an index that was made by a released version has these names in it.
 RELEASED = ("m001_snapshots", "m002_care")
-
-N_PROCESSES = 12
 
 
 @pytest.fixture
@@ -349,64 +345,3 @@ def test_nothing_to_read_is_refused(root: Path) -> None:
     with pytest.raises(StoreUnavailable):
         Index(root / "index.db", read_only=True)
     assert contents(root) == {}
-
-
-# --------------------------------------------------------------- many at once
-
-CHILD = """
-import sys
-from pathlib import Path
-import numpy as np
-from promptstore import Namespace
-from promptstore.extent import Extent
-from promptstore.index import Index, NewRow, prepare
-
-root, number = Path(sys.argv[1]), int(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-prepare(root / "index.db", root / "store.lock")
-index = Index(root / "index.db")
-layout = index.layout(Namespace("model"), "layers")
-index.add(NewRow(
-    name=f"{number:032x}", layout=layout, parent=None, extent=Extent(0, 300),
-    tokens=np.full(300, number), nbytes=1, checksums=bytes(48), kind="system",
-))
-assert index.find(layout, np.full(301, number)).n_tokens == 300
-index.close()
-print("done", flush=True)
-"""
-
-
-def test_many_processes_open_a_fresh_root_at_once(root: Path) -> None:
-    """Fault Q03: all are let go at the same time; each adds its row, none fails."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(root), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(N_PROCESSES)
-    ]
-    try:
-        for child in children:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-        for child in children:
-            assert child.stdin is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
-        ended = [child.communicate(timeout=60) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert ended == [("done\n", "")] * N_PROCESSES
-    index = Index(root / "index.db")
-    expected = {f"{number:032x}" for number in range(N_PROCESSES)}
-    assert expected == index.names()
-    assert index.is_sound()
-    index.close()
-    assert list(NAMES) == applied(root / "index.db")
-    assert set(modes(root).values()) == {"0o600"}

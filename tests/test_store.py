@@ -1779,39 +1779,6 @@ def test_a_kill_loses_only_what_was_not_flushed(root: Path, open_store: Open) ->
     assert n_disk(store, tokens(300)) == 300
 
 
-def test_a_forked_child_has_no_store(root: Path, open_store: Open) -> None:
-    """The child is told so, its exit harms nothing, and the parent goes on (C08)."""
-    out = run(
-        """
-        import os, warnings
-        store = PromptStore.open(root)
-        store.insert(NS, tokens(100), kv_of(tokens(100)))
-        warnings.simplefilter("ignore")
-        child = os.fork()
-        if not child:
-            for call in (lambda: store.match(NS, [1, 2]), store.flush, store.stats,
-                         lambda: store.delete("x"), lambda: store.insert(NS, [1], [])):
-                try:
-                    call()
-                except StoreClosed as error:
-                    print(error)
-            store.close()
-            sys.exit(7)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        for n in (200, 300):
-            store.insert(NS, tokens(n), kv_of(tokens(n)))
-            store.flush()
-        print(store.check(), store.match(NS, tokens(301)).n_tokens)
-        """,
-        root,
-    )
-    lines = out.splitlines()
-    assert lines[:5] == [lines[0]] * 5
-    assert "parent process" in lines[0]
-    assert lines[5:] == ["7", "[] 300"]
-    assert n_disk(open_store(), tokens(300)) == 300
-
-
 # -------------------------------------------------------------------------- damage
 
 
@@ -2497,37 +2464,3 @@ def test_what_is_flushed_others_see(root: Path, open_store: Open) -> None:
         store.flush()
         seen = [int(word) for word in run(script, root).split()]
         assert seen == [100 if n <= number else 0 for n in range(3)]
-
-
-def test_two_processes_with_the_same_prompts_end_with_one_of_each(
-    root: Path, open_store: Open
-) -> None:
-    """No error, no mixture, one row and one file a prompt (C02, Q03)."""
-    script = """
-    import random
-    store = PromptStore.open(root, memory_bytes=0)
-    rng = random.Random(int(sys.argv[2]))
-    prompts = [[n, *tokens(150 + n, seed=n)] for n in range(8)]
-    for _ in range(25):
-        ids = rng.choice(prompts)
-        store.insert(NS, ids, kv_of(ids))
-        ids = rng.choice(prompts)
-        match = store.match(NS, [*ids, 0])
-        if match.cache is not None:
-            assert prints(match.cache) == prints(kv_of(ids[:match.n_tokens]))
-    store.flush()
-    assert store.stats().errors == {}, store.stats()
-    store.close()
-    """
-    children = [start(textwrap.dedent(script), root, seed) for seed in range(2)]
-    for child in children:
-        with child:
-            _, err = child.communicate(timeout=60)
-        assert (child.returncode, err) == (0, "")
-    store = open_store()
-    ends = [info.end for info in store.snapshots()]
-    assert sorted(ends) == sorted(set(ends)), list(store.snapshots())
-    assert len(files(root)) == len(ends)
-    for number in range(8):
-        ids = [number, *tokens(150 + number, seed=number)]
-        assert ask(store, ids).n_tokens in (0, len(ids))

@@ -6,17 +6,17 @@ the place in that tree in O(log blocks); the token ids on the way are then compa
 """
 
 from promptstore.index.database import prepare, require_known
-from promptstore.index.index import Duplicate, Index, ParentGone
+from promptstore.index.index import Duplicate, Gone, Index
 from promptstore.index.rows import Layout, NewRow, Row
 from promptstore.index.search import Found
 
 __all__ = [
     "Duplicate",
     "Found",
+    "Gone",
     "Index",
     "Layout",
     "NewRow",
-    "ParentGone",
     "Row",
     "prepare",
     "require_known",

@@ -28,8 +28,8 @@ _MOST_BYTES = 2**63 - 1
 _MAX_SIGHTINGS = 20_000
 
 
-class ParentGone(Exception):
-    """The snapshot to continue was evicted meanwhile; look it up again."""
+class Gone(Exception):
+    """A snapshot was evicted or deleted meanwhile; look again."""
 
 
 class Duplicate(Exception):
@@ -229,7 +229,7 @@ class Index:
         """Add a snapshot whose file is whole, synced and in its place; return its id.
 
         Raises:
-            ParentGone: The parent is no longer there.
+            Gone: The parent is no longer there.
             Duplicate: The same prompt is there already.
         """
         now = time.time_ns()
@@ -239,7 +239,7 @@ class Index:
         chain = prefix.Chain(new.layout.seed, new.tokens)
         with self.transaction():
             if new.parent is not None and not self._exists(new.parent, start):
-                raise ParentGone
+                raise Gone
             done = self._db.execute(
                 "insert into snapshots (name, layout, parent, start_token, end_token, "
                 "first_token, tokens, extent, end_digest, nbytes, checksums, kind, "
@@ -278,15 +278,21 @@ class Index:
         return id_
 
     def mark(self, row: Row, *, label: str | None, pinned: bool) -> None:
-        """Give an existing snapshot what a repeated insert asks for."""
+        """Give an existing snapshot what a repeated insert asks for.
+
+        Raises:
+            Gone: It is no longer there.
+        """
         with self.transaction():
-            if label is not None and label != row.label:
-                self._release_label(row.layout, label)
-            self._db.execute(
+            if label is not None:
+                self._release_label(row, label)
+            done = self._db.execute(
                 "update snapshots set label = coalesce(?, label), "
                 "pinned = max(pinned, ?) where id = ?",
                 (label, pinned, row.id),
             )
+            if not done.rowcount:
+                raise Gone
 
     def prolong(self, rows: Iterable[Row], expires_ns: int | None) -> None:
         """Let snapshots live at least until then; ``None`` for good."""
@@ -380,7 +386,8 @@ class Index:
                 "where nbytes + ?2 <= ?3",
                 (day, nbytes, _MOST_BYTES if max_bytes is None else max_bytes),
             )
-            return bool(done.rowcount)
+        reach("insert: bytes counted")
+        return bool(done.rowcount)
 
     def written_by_day(self) -> dict[str, int]:
         """Return the bytes of snapshot files that were written, by day (UTC)."""
@@ -407,6 +414,7 @@ class Index:
                 "order by seen_ns desc limit -1 offset ?)",
                 (_MAX_SIGHTINGS,),
             )
+        reach("insert: sighting noted")
 
     def truncate_log(self) -> None:
         """Move what is in the write-ahead log into the database."""
@@ -440,12 +448,12 @@ class Index:
         )
         return self._db.execute(query, (id_, start, start)).fetchone() is not None
 
-    def _release_label(self, layout: int, label: str) -> None:
-        """Take a label, and the pin that came with it, from whoever has it."""
+    def _release_label(self, row: Row, label: str) -> None:
+        """Take a label, and the pin that came with it, from whoever else has it."""
         self._db.execute(
             "update snapshots set label = null, pinned = 0 "
-            "where layout = ? and label = ?",
-            (layout, label),
+            "where layout = ? and label = ? and id != ?",
+            (row.layout, label, row.id),
         )
 
     def _all(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
