@@ -23,7 +23,7 @@ ifneq ($(BLAS),)
 RUN += LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}
 endif
 
-.PHONY: help venv model demo test lint fmt wheel-test bench crash stress clean
+.PHONY: help venv model demo test lint fmt wheel-test bench crash stress mutate clean
 
 help:
 	@echo "make demo        the main job on a real model (about three minutes)"
@@ -33,6 +33,7 @@ help:
 	@echo "make wheel-test  the tests against the built wheel"
 	@echo "make bench       the benchmarks"
 	@echo "make crash       1,000 kills at random moments (about eight minutes)"
+	@echo "make mutate      10,000 damaged stores (about fifteen minutes)"
 	@echo "make stress      eight processes on one root for a minute"
 	@echo "make clean       remove all that was made, but for the model"
 
@@ -82,6 +83,9 @@ wheel-test: model
 # ARGS='--seed 7' gives the choices of an earlier run again.
 crash: venv
 	$(RUN) $(BIN)/python tools/crash_loop.py $(ARGS)
+
+mutate: venv
+	$(RUN) $(BIN)/python tools/mutate.py $(ARGS)
 
 stress: venv
 	$(RUN) $(BIN)/python tools/stress.py $(ARGS)

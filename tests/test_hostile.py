@@ -4,10 +4,12 @@ to be larger than it is; and what is beside them stays (P01, P02, P03, W09, K14)
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
 import sqlite3
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -427,6 +429,38 @@ def test_a_folder_that_becomes_a_link_while_open(root: Path, tmp_path: Path) -> 
         (root / "snapshots").symlink_to(tmp_path / "moved")
         assert ask(store, "tip") == 0
         assert len(list((tmp_path / "moved").rglob("*.safetensors"))) > 5
+
+
+# --------------------------------------------------------------------- at random
+
+
+@pytest.fixture(scope="module")
+def mutate() -> Iterator[Any]:
+    """The mutator, which is a tool."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+    try:
+        yield importlib.import_module("mutate")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def pristine(mutate: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of every kind of layer."""
+    root = tmp_path_factory.mktemp("pristine") / "store"
+    mutate.make_store(root)
+    return root
+
+
+@pytest.mark.parametrize("seed", range(1000, 1200, 25))
+def test_random_damage_is_never_served(
+    tmp_path: Path, mutate: Any, pristine: Path, seed: int
+) -> None:
+    """Some damaged stores of every kind of layer; `make mutate` tries 10,000."""
+    report = mutate.Report()
+    mutate.run(pristine, tmp_path, seed, 25, report)
+    assert report.n_rounds == 25
+    assert report.n_tokens > 50_000
 
 
 # --------------------------------------------------------------------------- memory

@@ -420,7 +420,15 @@ def _files(root: Path) -> list[Path]:
 
 
 class Wrong(Exception):
-    """The store raised, served something wrong, or took too much memory."""
+    """The store raised, served something wrong, or took too much memory or time."""
+
+
+class TooLong(BaseException):
+    """A round does not end. No handler for the store's troubles may catch it."""
+
+
+def _give_up(*_: object) -> None:
+    raise TooLong
 
 
 @dataclass
@@ -441,6 +449,7 @@ def run(pristine: Path, scratch: Path, seed: int, n: int, report: Report) -> Non
     Raises:
         Wrong: It did not hold.
     """
+    signal.signal(signal.SIGALRM, _give_up)
     known = shutil.copytree(pristine, scratch / "known")
     with PromptStore.open(known, **OPTIONS) as store:
         truth = Truth(store)
@@ -450,7 +459,7 @@ def run(pristine: Path, scratch: Path, seed: int, n: int, report: Report) -> Non
             signal.alarm(LIMIT_S)
             try:
                 _round(random.Random(number), root, truth, report)
-            except Exception as error:
+            except (Exception, TooLong) as error:
                 raise Wrong(f"--seed {number} --n 1: {error!r}") from error
             finally:
                 signal.alarm(0)
