@@ -222,7 +222,8 @@ def _replace(rng: random.Random, root: Path) -> None:
 
 
 def _link_folder(rng: random.Random, root: Path) -> None:
-    folder = rng.choice(_files(root)).parent
+    folders = [path.parent for path in _files(root)]
+    folder = rng.choice([folder for folder in folders if not folder.is_symlink()])
     folder.rename(root / f"moved-{folder.name}")
     folder.symlink_to(root / f"moved-{folder.name}")
 
@@ -412,8 +413,7 @@ INDEX = {"row", "row again", "layout", "lose rows"}
 def _files(root: Path) -> list[Path]:
     """Return the regular snapshot files, the same ones in the same order each time."""
     found = root.glob("snapshots/*/*.safetensors")
-    ordered = sorted(path for path in found if not path.is_symlink() and path.is_file())
-    return ordered or [root / "snapshots" / "none"]
+    return sorted(path for path in found if not path.is_symlink() and path.is_file())
 
 
 # -------------------------------------------------------------------------- a round
