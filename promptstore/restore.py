@@ -153,7 +153,8 @@ def restore(
         shape, path = Shape(layers, row.extent), source.path_of(row.name)
         require_plausible(path, shape, row.nbytes, row.checksums)
     reads = plan.plan_reads(plan_, layers)
-    list(pool.map(lambda read: _prove(read, source), reads))
+    new = [read for read in reads if read.first and _is_new(read, source)]
+    list(pool.map(lambda read: _prove(read, source), new))
     state = plan_.state.extent.state if plan_.state is not None else ()
     made = blank(layers, plan_.n_tokens, n_total, plan_.rings, state)
     cleared = pool.map(_clear_padding, made.rows)
@@ -223,15 +224,21 @@ def _copy_leaf(leaf: Leaf, targets: Sequence[Placed], ranges: Ranges) -> None:
         copy_rows(Placed(buffers.rows(array), leaf.runs), target, ranges)
 
 
-def _prove(read: Read, source: Source) -> None:
-    """Verify that a file is the one that its row describes, if it was not yet."""
+def _is_new(read: Read, source: Source) -> bool:
+    """Whether it is yet to be verified that a file is the one that its row describes.
+
+    Raises:
+        SnapshotError: There is no file of that size.
+    """
     name = read.row.name
-    if not read.first:
-        return
     stamp = stamp_at(source.path_of(name), read.row.nbytes)
-    if source.must_verify(name, stamp, _header(read.row, source.seed)):
-        with _open(read, source) as file:
-            _prove_open(file, read, source)
+    return source.must_verify(name, stamp, _header(read.row, source.seed))
+
+
+def _prove(read: Read, source: Source) -> None:
+    """Verify that a file is the one that its row describes."""
+    with _open(read, source) as file:
+        _prove_open(file, read, source)
 
 
 def _header(row: Row, seed: bytes) -> Part:
@@ -259,7 +266,8 @@ def _open(read: Read, source: Source) -> SnapshotFile:
 def _read(read: Read, made: Blank, source: Source) -> int:
     name, nbytes = read.row.name, 0
     with _open(read, source) as file:
-        if source.must_verify(name, file.stamp, _header(read.row, source.seed)):
+        header = _header(read.row, source.seed)
+        if read.first and source.must_verify(name, file.stamp, header):
             _prove_open(file, read, source)  # it was replaced just now
         for chunk in read.chunks:
             check = source.must_verify(name, file.stamp, chunk.index)
