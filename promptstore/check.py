@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Literal
 
@@ -16,7 +17,7 @@ from promptstore.errors import (
 from promptstore.index import Row
 from promptstore.layers import from_text
 from promptstore.root import is_name
-from promptstore.snapshot import read_contents
+from promptstore.snapshot import left_as_found, read_contents
 from promptstore.types import Finding
 
 
@@ -32,10 +33,10 @@ def check(disk: DiskTier) -> list[Finding]:
     files = disk.root.files()
     rows = disk.index.rows()
     for row in rows:
-        finding = _check_row(disk, row)
-        # Another process may have evicted it while it was looked at.
-        if finding is not None and disk.index.has(row.name):
-            findings.append(finding)
+        # What cannot be read proves nothing: the system's trouble, or another version.
+        with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
+            finding = verify_row(disk, row)
+            findings += [finding] if finding is not None else []
     known = {disk.root.path_of(row.name) for row in rows if is_name(row.name)}
     for path in files:
         if not disk.root.is_ours(path):
@@ -62,19 +63,43 @@ def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
     disk.budget.sweep()
 
 
-def _check_row(disk: DiskTier, row: Row) -> Finding | None:
-    """Verify a file, and that its row says of it what it says of itself."""
-    namespace, text = disk.index.describe(row.layout)
+def verify_row(
+    disk: DiskTier, row: Row, on_read: Callable[[int], None] = lambda n: None
+) -> Finding | None:
+    """Verify a file, and that its row says of it what it says of itself.
+
+    What another process has removed meanwhile is no finding.
+
+    Args:
+        disk: Where.
+        row: Whose file.
+        on_read: Called with the bytes of each step of reading.
+
+    Raises:
+        SnapshotUnreadable, SnapshotUnsupported: Nothing is proven.
+    """
+    finding = None
     try:
-        with disk.open(row, from_text(text)) as file:
-            file.verify_all()
-        contents, tokens, written = read_contents(disk.root.find(row.name))
+        difference = _difference(disk, row, on_read)
+        if difference:
+            finding = Finding("corrupt", row.name, difference)
     except SnapshotMissing as error:
-        return Finding("dangling", row.name, str(error))
+        finding = Finding("dangling", row.name, str(error))
     except SnapshotCorrupt as error:
-        return Finding("corrupt", row.name, str(error))
-    except (SnapshotUnreadable, SnapshotUnsupported):
-        return None  # proves nothing: the system's trouble, or another version's file
+        finding = Finding("corrupt", row.name, str(error))
+    return finding if finding is not None and disk.index.has(row.name) else None
+
+
+def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str:
+    """Say in what the row of a whole file differs from the file; empty for nothing."""
+    described = disk.index.describe(row.layout)
+    if described is None:
+        return ""  # the last snapshot of its layout was deleted meanwhile
+    namespace, text = described
+    path = disk.root.find(row.name)
+    with left_as_found(path), disk.open(row, from_text(text)) as file:
+        file.verify_all(on_read)
+        contents, tokens, written = read_contents(path)
     parent = None if row.parent is None else disk.index.name_of(row.parent)
     digest = disk.index.end_digest(row)
     says = {
@@ -88,6 +113,4 @@ def _check_row(disk: DiskTier, row: Row) -> Finding | None:
         "checksums": (row.checksums, written.checksums),
     }
     wrong = [name for name, (a, b) in says.items() if a != b]
-    if not wrong:
-        return None
-    return Finding("corrupt", row.name, f"its row differs in {', '.join(wrong)}")
+    return f"its row differs in {', '.join(wrong)}" if wrong else ""

@@ -265,12 +265,12 @@ class DiskTier:
             OSError, sqlite3.Error: As the system says.
         """
         self.volume.stay_in_place()
-        layout = self._writer.layout(new.namespace, new.text)
-        if not self._admits(layout, new):
-            return None
         n_before = self.bytes_written
         for _ in range(_TRIES):
             self.volume.unlink(self._writer.remove_expired())
+            layout = self._writer.layout(new.namespace, new.text)
+            if not self._admits(layout, new):
+                return None
             with contextlib.suppress(Gone):
                 found = self._save_rows(layout, new)
                 if found.n_tokens < len(new.tokens):
@@ -430,8 +430,22 @@ class DiskTier:
         """Remove prompts and what continues them; return their rows.
 
         A checkpoint goes with the rows that end where it stands: they are one prompt.
+        Nothing of them is left in the index.
         """
-        return self.remove([self._writer.prompt_of(row) for row in rows])
+        return self._erase([self._writer.prompt_of(row) for row in rows])
+
+    def remove_tenant(self, tenant: str) -> list[Row]:
+        """Remove all snapshots of a tenant, as `remove_prompts` does."""
+        self.volume.stay_in_place()
+        removed = self._erase(self._writer.ids_of_tenant(tenant))
+        self.budget.sweep()  # files of deletions and insertions that were killed
+        return removed
+
+    def _erase(self, ids: Iterable[int]) -> list[Row]:
+        removed = self.remove(ids)
+        self._writer.remove_traces()
+        self._writer.compact()
+        return removed
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and what continues them; return their rows."""
@@ -442,6 +456,10 @@ class DiskTier:
     def forget_lost_prefixes(self) -> None:
         """Remove digests of snapshots that are gone."""
         self._writer.remove_lost_prefixes()
+
+    def note_verified(self, id_: int) -> None:
+        """Record that a snapshot is as it was written."""
+        self._writer.set_verified(id_, time.time_ns())
 
     def set_pinned(self, ids: Iterable[int], pinned: bool) -> None:
         """Protect snapshots from eviction, or stop doing so."""

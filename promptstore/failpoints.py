@@ -42,6 +42,8 @@ STEPS = (
     "remove: row written",
     "remove: rows gone",
     "remove: file gone",
+    "remove: traces gone",
+    "remove: index compacted",
     "sweep: file gone",
     "uses: written",
 )

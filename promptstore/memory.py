@@ -244,6 +244,12 @@ class MemoryTier:
                         break
                     self._drop(entry)
 
+    def remove_tenant(self, tenant: str) -> None:
+        """Drop all entries of a tenant."""
+        with self._lock:
+            for entry in [e for e in self._order if e.namespace.tenant == tenant]:
+                self._drop(entry)
+
     def unsaved(self) -> list[Entry]:
         """Return the entries that are not durable, nor on their way, nor declined."""
         with self._lock:

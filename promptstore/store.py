@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -25,6 +25,7 @@ from promptstore.layers import from_text, summary
 from promptstore.matching import Matcher
 from promptstore.memory import MemoryTier
 from promptstore.saving import Saver, Write
+from promptstore.scrub import Pace, scrub
 from promptstore.tokens import as_tokens
 from promptstore.types import (
     Explanation,
@@ -41,6 +42,8 @@ Verify = Literal["first-use", "always", "off"]
 Durability = Literal["normal", "full"]
 
 _AT_EXIT_S = 60.0
+_VERIFY_BYTES_PER_S = 50e6
+_VERIFY_AGE_S = 7 * 86_400.0
 _MAX_TTL_S = 3.2e9  # a century
 
 
@@ -338,13 +341,17 @@ class PromptStore:
             return
         for row in self._disk.index.rows():
             info = self._info(row)
-            if namespace is None or info.namespace == namespace:
+            if info is not None and (namespace is None or info.namespace == namespace):
                 yield info
 
-    def _info(self, row: Row) -> SnapshotInfo:
+    def _info(self, row: Row) -> SnapshotInfo | None:
+        """Return what is known of a snapshot, unless it was deleted meanwhile."""
         assert self._disk is not None
         index = self._disk.index
-        namespace, text = index.describe(row.layout)
+        described = index.describe(row.layout)
+        if described is None:
+            return None
+        namespace, text = described
         return SnapshotInfo(
             id=row.name,
             namespace=namespace,
@@ -413,7 +420,8 @@ class PromptStore:
         """Delete a snapshot and all that continues it, from both tiers.
 
         That includes prompts that only begin like it and were stored after it, since
-        they hold no more than what they add. Pins do not protect from this.
+        they hold no more than what they add. Pins do not protect from this. Their
+        tokens are overwritten in the index, and their files unlinked.
 
         Returns:
             How many snapshots were deleted.
@@ -424,9 +432,31 @@ class PromptStore:
         disk, rows = self._named(id_or_label)
         self._writer.wait()
         for row in rows:
-            namespace, _ = disk.index.describe(row.layout)
-            self._memory.remove(namespace, disk.index.tokens_of(row), row.end - 1)
+            described = disk.index.describe(row.layout)
+            if described is not None:
+                tokens = disk.index.tokens_of(row)
+                self._memory.remove(described[0], tokens, row.end - 1)
         return len(disk.remove_prompts(rows))
+
+    def delete_tenant(self, tenant: str) -> int:
+        """Delete all that belongs to a tenant, from both tiers, as `delete` does.
+
+        Its name goes as well. Prompts that are inserted meanwhile may stay.
+
+        Args:
+            tenant: The name; empty for the prompts of no tenant.
+
+        Returns:
+            How many snapshots were deleted.
+        """
+        self._require_open()
+        if not isinstance(tenant, str):
+            raise TypeError(f"tenant must be a str, not {type(tenant).__name__}")
+        if self._disk is not None:
+            self._require_writable(self._disk)
+        self._writer.wait()
+        self._memory.remove_tenant(tenant)
+        return len(self._disk.remove_tenant(tenant)) if self._disk is not None else 0
 
     def forget(self, namespace: Namespace, tokens: Any) -> int:
         """Drop from both tiers what a match of *tokens* would use in the end.
@@ -467,6 +497,51 @@ class PromptStore:
         if self._disk is not None:
             self._require_writable(self._disk)
             repair(self._disk, findings)
+
+    def verify(
+        self,
+        *,
+        max_bytes_per_s: float = _VERIFY_BYTES_PER_S,
+        max_age_s: float = _VERIFY_AGE_S,
+        dry_run: bool = False,
+        progress: Callable[[int, int], None] = lambda n_done, n_total: None,
+    ) -> Iterator[Finding]:
+        """Yield damage as it is found, reading every snapshot slowly.
+
+        Those that were not verified for longest come first, and each that is whole is
+        recorded as verified: stop at any time, the next call goes on from there. What
+        is proven to be damaged is dropped, with what continues it. May run on a
+        thread, or in a process, beside others that use the store.
+
+        Args:
+            max_bytes_per_s: How fast to read.
+            max_age_s: Spare snapshots that were verified so recently.
+            dry_run: Change nothing: neither drop nor record.
+            progress: Called with the number of snapshots done and of all to be done.
+
+        Raises:
+            StoreClosed: The store was closed, perhaps meanwhile.
+        """
+        self._require_open()
+        if not max_bytes_per_s > 0:
+            raise ValueError(f"max_bytes_per_s must be positive, not {max_bytes_per_s}")
+        if not 0 <= max_age_s < _MAX_TTL_S:
+            raise ValueError(f"max_age_s must be in [0, {_MAX_TTL_S:.0f})")
+        if self._disk is None:
+            return iter(())
+        pace = Pace(max_bytes_per_s)
+
+        def on_read(nbytes: int) -> None:
+            pace(nbytes)
+            self._require_open()
+
+        return scrub(
+            self._disk,
+            max_age_s=max_age_s,
+            dry_run=dry_run,
+            on_read=on_read,
+            progress=progress,
+        )
 
     def _named(self, id_or_label: str) -> tuple[DiskTier, list[Row]]:
         self._require_open()

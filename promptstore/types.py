@@ -208,16 +208,17 @@ class SnapshotInfo:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that ``check`` found wrong on disk.
+    """One thing that ``check`` or ``verify`` found wrong on disk.
 
     Args:
         kind: ``"orphan"`` (a file without a row), ``"dangling"`` (a row without a
-            file), ``"corrupt"``, ``"foreign"`` or ``"index"``.
+            file), ``"corrupt"``, ``"foreign"``, ``"index"``, or ``"unreadable"``
+            (the system refused, which proves nothing; only ``verify`` tells).
         name: The snapshot or the file.
         message: What is wrong, in a sentence.
     """
 
-    kind: Literal["orphan", "dangling", "corrupt", "foreign", "index"]
+    kind: Literal["orphan", "dangling", "corrupt", "foreign", "index", "unreadable"]
     name: str
     message: str
 

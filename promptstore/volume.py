@@ -73,5 +73,7 @@ class Volume:
 
     def close(self) -> None:
         """Close the connections."""
+        if not self.read_only:
+            self.writer.truncate_log()  # of what was evicted nothing is left in it
         self.index.close()
         self.writer.close()

@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "tokens", "types", "volume",
     },
     "check": {"disk", "errors", "index", "layers", "root", "snapshot", "types"},
+    "scrub": {"check", "disk", "errors", "types"},
     "counters": {"errors", "types"},
     "matching": {
         "codecs", "counters", "disk", "errors", "index", "memory", "restore", "resume",
@@ -80,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "store": {
         "admission", "budget", "check", "counters", "disk", "errors", "index",
-        "layers", "matching", "memory", "saving", "tokens", "types", "writer",
+        "layers", "matching", "memory", "saving", "scrub", "tokens", "types", "writer",
     },
     "": {"codecs", "errors", "store", "types"},
     "chat": {"tokens"},

@@ -148,6 +148,8 @@ def _configure(db: sqlite3.Connection) -> sqlite3.Connection:
     db.execute("pragma synchronous = normal")
     db.execute(f"pragma wal_autocheckpoint = {_LOG_PAGES}")
     db.execute("pragma journal_size_limit = 0")
+    db.execute("pragma secure_delete = on")  # deleted tokens are overwritten
+    db.execute("pragma temp_store = memory")  # and none are written elsewhere
     return db
 
 

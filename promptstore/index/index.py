@@ -125,6 +125,11 @@ class Index:
         """Return the snapshots of that name or label."""
         return self._rows("where name = ?1 or label = ?1", id_or_label)
 
+    def row(self, id_: int) -> Row | None:
+        """Return a snapshot, if it is still there."""
+        found = self._rows("where id = ?", id_)
+        return found[0] if found else None
+
     def name_of(self, id_: int) -> str | None:
         """Return the name of a snapshot."""
         found = self._all("select name from snapshots where id = ?", id_)
@@ -175,14 +180,38 @@ class Index:
         """Whether a snapshot has that name."""
         return bool(self._all("select 1 from snapshots where name = ?", name))
 
-    def describe(self, layout: int) -> tuple[Namespace, str]:
-        """Return the namespace and the layers of a layout."""
-        ((fields, layers),) = self._all(
+    def describe(self, layout: int) -> tuple[Namespace, str] | None:
+        """Return the namespace and the layers of a layout, if it is still there."""
+        found = self._all(
             "select fields, layers from layouts join namespaces "
             "on namespaces.id = namespace where layouts.id = ?",
             layout,
         )
-        return Namespace(**json.loads(fields)), layers
+        return (Namespace(**json.loads(found[0][0])), found[0][1]) if found else None
+
+    def ids_of_tenant(self, tenant: str) -> list[int]:
+        """Return the snapshots of all namespaces of a tenant."""
+        query = (
+            "select snapshots.id, fields from snapshots "
+            "join layouts on layouts.id = layout "
+            "join namespaces on namespaces.id = namespace"
+        )
+        return [
+            id_
+            for id_, fields in self._all(query)
+            if json.loads(fields)["tenant"] == tenant
+        ]
+
+    def unverified(self, since_ns: int, now_ns: int) -> list[int]:
+        """Return the snapshots not verified in ``(since_ns, now_ns]``, those that it
+        is longest ago for first."""
+        if not self._has_column("verified_ns"):
+            return [id_ for (id_,) in self._all("select id from snapshots")]
+        query = (
+            "select id from snapshots where verified_ns is null "
+            "or verified_ns <= ?1 or verified_ns > ?2 order by verified_ns, id"
+        )
+        return [id_ for (id_,) in self._all(query, since_ns, now_ns)]
 
     def nbytes(self) -> int:
         """Return the bytes of all snapshots."""
@@ -212,9 +241,12 @@ class Index:
                 "on conflict do nothing",
                 (digest, fields),
             )
+            # Random ids are never given anew: who still has that of a layout that was
+            # deleted must not meet another tenant's under it.
             self._db.execute(
-                "insert into layouts (namespace, layers) "
-                "select id, ? from namespaces where digest = ? on conflict do nothing",
+                "insert into layouts (id, namespace, layers) "
+                "select random() & 0x7fffffffffffffff, id, ? from namespaces "
+                "where digest = ? on conflict do nothing",
                 (layers, digest),
             )
             (id_,) = self._db.execute(
@@ -229,7 +261,7 @@ class Index:
         """Add a snapshot whose file is whole, synced and in its place; return its id.
 
         Raises:
-            Gone: The parent is no longer there.
+            Gone: The parent, or the layout, is no longer there.
             Duplicate: The same prompt is there already.
         """
         now = time.time_ns()
@@ -240,6 +272,8 @@ class Index:
         with self.transaction():
             if new.parent is not None and not self._exists(new.parent, start):
                 raise Gone
+            if not self._has_layout(new.layout.id):
+                raise Gone  # the last snapshot in it was deleted
             done = self._db.execute(
                 "insert into snapshots (name, layout, parent, start_token, end_token, "
                 "first_token, tokens, extent, end_digest, nbytes, checksums, kind, "
@@ -351,6 +385,33 @@ class Index:
         reach("remove: rows gone")
         return list(removed.values())
 
+    def remove_traces(self) -> None:
+        """Remove what is of no snapshot, but tells of deleted ones: the names of
+        tenants and models, and digests by which a guess could be confirmed."""
+        with self.transaction():
+            self._db.execute(
+                "delete from layouts where not exists "
+                "(select 1 from snapshots where layout = layouts.id)"
+            )
+            self._db.execute(
+                "delete from namespaces where not exists "
+                "(select 1 from layouts where namespace = namespaces.id)"
+            )
+            self._db.execute("delete from sightings")
+        reach("remove: traces gone")
+
+    def compact(self) -> None:
+        """Write the database anew without what was deleted from it; empty the log.
+
+        What is deleted is overwritten (`secure_delete`), but not the copies of it that
+        SQLite leaves in a page when it moves rows. Where another process stands in the
+        way, the next one does it.
+        """
+        with self._lock, contextlib.suppress(sqlite3.OperationalError):
+            self._db.execute("vacuum")
+        reach("remove: index compacted")
+        self.truncate_log()
+
     def remove_lost_prefixes(self) -> None:
         """Remove digests whose snapshot is gone, which only an edit can leave."""
         with self.transaction():
@@ -416,9 +477,22 @@ class Index:
             )
         reach("insert: sighting noted")
 
+    # -------------------------------------------------------------- verifying
+
+    def set_verified(self, id_: int, now_ns: int) -> None:
+        """Record that a snapshot is as it was written, if the system lets us."""
+        # What is not recorded is verified once more, that is all.
+        with contextlib.suppress(sqlite3.OperationalError), self.transaction():
+            self._db.execute(
+                "update snapshots set verified_ns = ? where id = ?", (now_ns, id_)
+            )
+
     def truncate_log(self) -> None:
-        """Move what is in the write-ahead log into the database."""
-        with self._lock:
+        """Move what is in the write-ahead log into the database, and empty the log.
+
+        Where the system or another process stands in the way, a later one does it.
+        """
+        with self._lock, contextlib.suppress(sqlite3.OperationalError):
             self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
         reach("evict: log truncated")
 
@@ -447,6 +521,16 @@ class Index:
             "and start_token <= ? and end_token >= ?"
         )
         return self._db.execute(query, (id_, start, start)).fetchone() is not None
+
+    def _has_layout(self, id_: int) -> bool:
+        query = "select 1 from layouts where id = ?"
+        return self._db.execute(query, (id_,)).fetchone() is not None
+
+    def _has_column(self, name: str) -> bool:
+        """Whether snapshots have a column; an older index that is only read may lack
+        it."""
+        query = "select 1 from pragma_table_info('snapshots') where name = ?"
+        return bool(self._all(query, name))
 
     def _release_label(self, row: Row, label: str) -> None:
         """Take a label, and the pin that came with it, from whoever else has it."""

@@ -16,6 +16,7 @@ The header is padded with spaces so that the rows start on a page.
 """
 
 from promptstore.snapshot.header import Claims, Contents, Written, nbytes_of
+from promptstore.snapshot.pages import left_as_found
 from promptstore.snapshot.read import (
     SnapshotFile,
     Stamp,
@@ -38,6 +39,7 @@ __all__ = [
     "copy_rows",
     "create",
     "is_abandoned",
+    "left_as_found",
     "nbytes_of",
     "read_contents",
     "require_plausible",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import xxhash
 from promptstore.errors import SnapshotCorrupt, SnapshotMissing, SnapshotUnreadable
 from promptstore.extent import Chunk, Shape
 from promptstore.ranges import Ranges, Run, covers, intersect
-from promptstore.snapshot import header
+from promptstore.snapshot import header, pages
 from promptstore.snapshot.header import CHECKSUM_BYTES, Claims, Contents, Written
 from promptstore.snapshot.rows import Placed, Rows, advance, copy_rows, groups
 from promptstore.tokens import Tokens
@@ -175,25 +175,34 @@ class SnapshotFile:
             self._expect(len(self._shape.chunks) + 1, digest, "state")
         return self._shape.state_nbytes
 
-    def verify_all(self) -> None:
-        """Compare everything in the file with its checksums.
+    def verify_all(self, on_read: Callable[[int], None] = lambda n: None) -> None:
+        """Compare everything in the file with its checksums, in small steps.
+
+        Args:
+            on_read: Called with the bytes of each step.
 
         Raises:
             SnapshotCorrupt: Something differs.
             SnapshotUnreadable: The system refused.
         """
-        self.verify_header()
-        shape = self._shape
-        sections = [
-            (chunk.offset, chunk.nbytes, f"chunk {chunk.index}")
-            for chunk in shape.chunks
-        ]
-        sections.append((shape.rows_nbytes, shape.state_nbytes, "state"))
-        tokens_at = shape.rows_nbytes + shape.state_nbytes
-        sections.append((tokens_at, 8 * shape.n_tokens, "tokens"))
-        for index, (offset, nbytes, what) in enumerate(sections):
-            data = self._read(self._data_start + offset, nbytes)
-            self._compare(index + 1, data, what)
+        pages.bypass(self._fd)
+        for index, (offset, nbytes, what) in enumerate(self._sections()):
+            hasher = xxhash.xxh3_128()
+            for lo in range(offset, offset + nbytes, _STEP_BYTES):
+                step = self._read(lo, min(_STEP_BYTES, offset + nbytes - lo))
+                hasher.update(step.data)
+                on_read(len(step))
+            self._expect(index, hasher.digest(), what)
+
+    def _sections(self) -> Iterator[tuple[int, int, str]]:
+        """Yield offset, bytes and name of all that has a checksum of its own."""
+        shape, at = self._shape, self._data_start
+        yield 0, at, "header"
+        for chunk in shape.chunks:
+            yield at + chunk.offset, chunk.nbytes, f"chunk {chunk.index}"
+        at += shape.rows_nbytes
+        yield at, shape.state_nbytes, "state"
+        yield at + shape.state_nbytes, 8 * shape.n_tokens, "tokens"
 
     def read_ahead(self) -> None:
         """Read all of the file and forget it, for the page cache."""

@@ -1,0 +1,57 @@
+"""The page cache: what is read only to be verified must not push out what is used."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_SPAN_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def left_as_found(path: Path) -> Iterator[None]:
+    """Drop from the page cache what is read of a file inside and was not there before.
+
+    On Linux. Elsewhere, and for what cannot be opened, nothing is done.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(path, flags)
+    except OSError:
+        yield
+        return
+    try:
+        absent = list(_absent(fd))
+        yield
+        for offset, nbytes in absent:
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _absent(fd: int) -> Iterator[tuple[int, int]]:
+    """Yield the spans ``(offset, nbytes)`` of a file whose first page must be read."""
+    if sys.platform == "linux":
+        for offset in range(0, os.fstat(fd).st_size, _SPAN_BYTES):
+            try:
+                os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+            except BlockingIOError:
+                yield offset, _SPAN_BYTES
+            except OSError:
+                return  # this file system cannot tell
+
+
+def bypass(fd: int) -> None:
+    """Let what is read from *fd* not stay in the page cache, where that can be asked.
+
+    On macOS; pages that are there already are used, and stay.
+    """
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
