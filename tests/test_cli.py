@@ -34,7 +34,7 @@ from promptstore.cli import bar, errors, main, snapshots
 from promptstore.cli.bar import Bar
 from promptstore.disk import DiskTier
 
-COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "rm", "stats")
+COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "rm", "stats", "verify")
 DOCUMENT = "We the People of the United States, in Order to form a more perfect Union."
 QUESTION = "Who?"
 TEMPLATE = (

@@ -17,7 +17,7 @@ import click
 from promptstore.errors import PromptStoreError
 
 _MAX_CHARS = 500
-_INTERRUPTED = 130
+INTERRUPTED = 130
 _EXPECTED = (PromptStoreError, OSError, ValueError, sqlite3.Error)
 
 
@@ -50,7 +50,7 @@ def one_line(*, debug: bool = False) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, click.Abort):
-        raise click.exceptions.Exit(_INTERRUPTED) from None
+        raise click.exceptions.Exit(INTERRUPTED) from None
     except click.exceptions.NoArgsIsHelpError:
         raise
     except click.UsageError as error:

@@ -14,6 +14,8 @@ from promptstore.cli.errors import Failure
 if TYPE_CHECKING:
     from promptstore import PromptStore
 
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+
 store = click.option(
     "--store",
     "root",
@@ -50,6 +52,22 @@ disk_bytes = click.option(
     callback=lambda _, parameter, value: _size(parameter, value),
     help="Budget of everything in the store, for example 800MB or 50GiB.",
 )
+rate = click.option(
+    "--rate",
+    metavar="SIZE",
+    default="50MB",
+    show_default=True,
+    callback=lambda _, parameter, value: _positive(parameter, _size(parameter, value)),
+    help="Read no more than this in a second.",
+)
+max_age = click.option(
+    "--max-age",
+    metavar="TIME",
+    default="7d",
+    show_default=True,
+    callback=lambda _, parameter, value: _duration_s(parameter, value),
+    help="Spare what was verified so recently: 90s, 15min, 12h, 7d; 0 for nothing.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -67,6 +85,19 @@ def open_existing(root: Path, *, read_only: bool = True) -> PromptStore | None:
     if not (root / "index.db").exists():
         return None
     return PromptStore.open(root, memory_bytes=0, read_only=read_only)
+
+
+def _positive(parameter: click.Parameter, size: int) -> int:
+    if not size:
+        raise click.BadParameter("must be more than nothing", param=parameter)
+    return size
+
+
+def _duration_s(parameter: click.Parameter, text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)?\s*", text.lower())
+    if found is None or (found[2] is None and float(found[1])):
+        raise click.BadParameter(f"{text!r} is no time", param=parameter)
+    return float(found[1]) * _SECONDS[found[2] or "s"]
 
 
 def _size(parameter: click.Parameter, text: str) -> int:

@@ -1,8 +1,7 @@
-"""``promptstore ls``, ``stats``, ``rm`` and ``check``: look at and tidy the disk."""
+"""``promptstore ls``, ``stats`` and ``rm``: look at what is stored, and delete it."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,35 +11,19 @@ from typing import TYPE_CHECKING
 
 import click
 from rich import box
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from promptstore.cli import options
-from promptstore.cli.bar import Bar
 from promptstore.cli.errors import Failure
+from promptstore.cli.output import count, print_json, print_table
 
 if TYPE_CHECKING:
-    from promptstore import Finding, PromptStore, SnapshotInfo
+    from promptstore import PromptStore, SnapshotInfo
 
 _ID_CHARS = 8
 _MIN_ID_CHARS = 6
-_PIPE_WIDTH = 160
 _AGES = ((86_400, "d"), (3600, "h"), (60, "min"))
-
-
-def _print(table: Table) -> None:
-    # A pipe has no width; rich would cut at 80.
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    Console(markup=False, highlight=False, width=width).print(table)
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False, indent=2))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 # ----------------------------------------------------------------------------- ls
@@ -56,11 +39,11 @@ def ls(as_json: bool, root: Path) -> None:
     """
     infos = _infos(root)
     if as_json:
-        _print_json([asdict(info) for info in infos or []])
+        print_json([asdict(info) for info in infos or []])
     elif not infos:
         click.echo(f"no snapshots in {root}")
     else:
-        _print(_table(infos))
+        print_table(_table(infos))
 
 
 def _infos(root: Path) -> list[SnapshotInfo] | None:
@@ -142,11 +125,11 @@ def stats(as_json: bool, root: Path) -> None:
         with store:
             totals = _totals(root, store)
     if as_json:
-        _print_json(asdict(totals))
+        print_json(asdict(totals))
     elif store is None:
         click.echo(f"no store in {root}")
     else:
-        _print(_totals_table(totals))
+        print_table(_totals_table(totals))
 
 
 def _totals(root: Path, store: PromptStore) -> _Totals:
@@ -186,32 +169,69 @@ def _totals_table(totals: _Totals) -> Table:
 
 @click.command()
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--tenant",
+    help="Delete all prompts of this tenant instead; '' is whoever names none.",
+)
 @options.store
-@click.argument("names", metavar="ID_OR_LABEL...", nargs=-1, required=True)
-def rm(yes: bool, root: Path, names: Sequence[str]) -> None:
+@click.argument("names", metavar="[ID_OR_LABEL]...", nargs=-1)
+def rm(yes: bool, tenant: str | None, root: Path, names: Sequence[str]) -> None:
     """Delete snapshots, pinned ones too, and what continues them.
 
     An id may be cut to six characters if that is unique. If more snapshots go than
     were named, the command asks first; where it cannot ask, it deletes nothing
-    without --yes.
+    without --yes. Nothing of what was deleted is left in the index.
     """
+    if bool(names) == (tenant is not None):
+        raise click.UsageError("Name snapshots, or a --tenant.")
     store = options.open_existing(root, read_only=False)
     if store is None:
         raise Failure(f"no store in {root}")
     with store:
         infos = {info.id: info for info in store.snapshots()}
-        groups = {frozenset(_ids(name, infos.values())) for name in names}
-        named = frozenset().union(*groups)
-        doomed = _with_descendants(named, infos)
-        n_more = len(doomed) - len(groups)
-        if n_more > 0 and not yes and not _confirm(len(doomed), n_more):
-            click.echo("nothing was deleted")
-            return
-        for id_ in named:
-            if infos[id_].parent not in doomed:
-                store.delete(id_)
+        if tenant is None:
+            doomed = _delete(store, infos, names, yes=yes)
+        else:
+            doomed = _delete_tenant(store, infos, tenant, yes=yes)
+    if doomed is None:
+        click.echo("nothing was deleted")
+        return
     size = decimal(sum(infos[id_].nbytes for id_ in doomed))
-    click.echo(f"deleted {_count(len(doomed), 'snapshot')}, {size}")
+    click.echo(f"deleted {count(len(doomed), 'snapshot')}, {size}")
+
+
+def _delete(
+    store: PromptStore,
+    infos: Mapping[str, SnapshotInfo],
+    names: Sequence[str],
+    *,
+    yes: bool,
+) -> set[str] | None:
+    """Delete what is named, and what continues it; return the ids, or None for a no."""
+    groups = {frozenset(_ids(name, infos.values())) for name in names}
+    named = frozenset().union(*groups)
+    doomed = _with_descendants(named, infos)
+    n_more = len(doomed) - len(groups)
+    text = f"{count(len(doomed), 'snapshot')} would go, {n_more:,} more than you named"
+    if n_more > 0 and not yes and not _confirm(text):
+        return None
+    for id_ in named:
+        if infos[id_].parent not in doomed:
+            store.delete(id_)
+    return doomed
+
+
+def _delete_tenant(
+    store: PromptStore, infos: Mapping[str, SnapshotInfo], tenant: str, *, yes: bool
+) -> set[str] | None:
+    """Delete all of a tenant; return the ids, or None for a no."""
+    doomed = {id_ for id_, info in infos.items() if info.namespace.tenant == tenant}
+    whose = f"of tenant {tenant!r}" if tenant else "of no tenant"
+    text = f"{count(len(doomed), 'snapshot')} {whose} would go"
+    if doomed and not yes and not _confirm(text):
+        return None
+    store.delete_tenant(tenant)
+    return doomed
 
 
 def _ids(name: str, infos: Iterable[SnapshotInfo]) -> set[str]:
@@ -251,13 +271,12 @@ def _with_descendants(
     return found
 
 
-def _confirm(n_doomed: int, n_more: int) -> bool:
-    """Ask whether more may go than was named.
+def _confirm(text: str) -> bool:
+    """Ask whether so much may go.
 
     Raises:
         Failure: Nobody can be asked.
     """
-    text = f"{_count(n_doomed, 'snapshot')} would go, {n_more:,} more than you named"
     if not _is_interactive():
         raise Failure(f"{text}; --yes deletes them all")
     return click.confirm(f"{text}. Delete them all?", err=True)
@@ -267,44 +286,4 @@ def _is_interactive() -> bool:
     return sys.stdin.isatty()
 
 
-# -------------------------------------------------------------------------- check
-
-
-@click.command()
-@click.option("--repair", is_flag=True, help="Drop what is proven to be damaged.")
-@options.as_json
-@options.store
-@click.pass_context
-def check(ctx: click.Context, repair: bool, as_json: bool, root: Path) -> None:
-    """Compare the index with the files, every byte of them.
-
-    Without --repair nothing is changed. Files that are not the store's are reported
-    but never removed. The exit code is 1 if anything of the store remains wrong.
-    """
-    store = options.open_existing(root, read_only=not repair)
-    if store is None:
-        click.echo("[]" if as_json else f"no store in {root}")
-        return
-    with store, Bar() as bar:
-        bar.phase("checking")
-        findings = store.check()
-        if repair and findings:
-            store.repair(findings)
-        left = store.check() if repair and findings else findings
-    if as_json:
-        _print_json([asdict(finding) for finding in left])
-    else:
-        _print_findings(findings, left)
-    ctx.exit(1 if any(finding.kind != "foreign" for finding in left) else 0)
-
-
-def _print_findings(findings: Sequence[Finding], left: Sequence[Finding]) -> None:
-    for finding in left:
-        click.echo(f"{finding.kind} {finding.name}: {finding.message}")
-    if len(left) < len(findings):
-        click.echo(f"{_count(len(findings) - len(left), 'finding')} repaired")
-    if not findings:
-        click.echo("nothing is wrong")
-
-
-COMMANDS: Sequence[click.Command] = (ls, stats, rm, check)
+COMMANDS: Sequence[click.Command] = (ls, stats, rm)
