@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,6 +275,11 @@ def test_module_runs_the_command() -> None:
         ["precompute", "--model", "m", "--system-file", "f", "--ttl", "0"],
         ["precompute", "--model", "m", "--system-file", "f", "--label", " "],
         ["rm"],
+        ["rm", "--tenant", "t", "name"],
+        ["verify", "--rate", "0"],
+        ["verify", "--rate", "fast"],
+        ["verify", "--max-age", "7"],
+        ["verify", "--max-age", "old"],
     ],
 )
 def test_wrong_use(arguments: list[str]) -> None:
@@ -836,7 +842,7 @@ def set_hub(
 # ------------------------------------------------------------------ ls, stats, check
 
 
-@pytest.mark.parametrize("command", ["ls", "stats", "check"])
+@pytest.mark.parametrize("command", ["ls", "stats", "check", "verify"])
 def test_looking_makes_no_store(command: str, cli_root: Path) -> None:
     """Where there is no store, looking says so, succeeds and makes none."""
     assert str(cli_root) in run(command, "--store", cli_root).stdout
@@ -906,9 +912,14 @@ def test_stats(cli_root: Path) -> None:
     """``stats`` sums up what is on disk."""
     fill(cli_root, [1, 2, 3], [1, 2, 4], [5], pin=True)
     stats = json.loads(run("stats", "--json", "--store", cli_root).stdout)
-    files = cli_root.glob("snapshots/*/*")
-    assert stats.pop("snapshot_bytes") == sum(file.stat().st_size for file in files)
+
+    def files() -> Iterator[Path]:
+        return cli_root.glob("snapshots/*/*")
+
+    assert stats.pop("snapshot_bytes") == sum(file.stat().st_size for file in files())
     assert stats.pop("disk_bytes") > 0
+    written = stats.pop("written_today_bytes"), stats.pop("written_30_days_bytes")
+    assert max(written) == sum(file.stat().st_size for file in files())
     assert stats == {
         "store": str(cli_root),
         "n_snapshots": 3,
@@ -919,6 +930,14 @@ def test_stats(cli_root: Path) -> None:
     }
     text = run("stats", "--store", cli_root).stdout
     assert ["snapshots", "3"] in [line.split() for line in text.splitlines()]
+
+
+def test_stats_count_the_bytes_of_thirty_days() -> None:
+    """Today counts, and so do the 29 days before; a day in the future does not."""
+    days = {"2026-01-29": 1, "2026-01-30": 2, "2026-02-28": 4, "2026-03-01": 8}
+    assert snapshots._written(days, date(2026, 2, 28)) == (4, 6)
+    assert snapshots._written(days, date(2026, 2, 27)) == (0, 3)
+    assert snapshots._written({}, date(2026, 2, 28)) == (0, 0)
 
 
 def test_store_by_environment(cli_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -959,6 +978,76 @@ def test_check_leaves_foreign_files(tmp_path: Path) -> None:
     text = run("check", "--repair", "--store", tmp_path).stdout
     assert text == "foreign snapshots/note.txt: is not ours\n"
     assert note.read_text() == "precious"
+
+
+# --------------------------------------------------------------------------- verify
+
+
+def verify(root: Path, *options: object, code: int = 0) -> str:
+    return run("verify", "--store", root, "--rate", "1TB", *options, code=code).stdout
+
+
+def test_verify_goes_over_all_once(cli_root: Path) -> None:
+    """It says how many it verified; within the age there is nothing more to do."""
+    fill(cli_root, [1, 2], [3, 4])
+    assert verify(cli_root) == "verified 2 snapshots; nothing is wrong\n"
+    assert verify(cli_root) == "verified 0 snapshots; nothing is wrong\n"
+    for age, n in (("300s", 0), ("5min", 0), ("0.5h", 0), ("1d", 0), ("0", 2)):
+        found = json.loads(verify(cli_root, "--max-age", age, "--json"))
+        assert found == {
+            "n_done": n,
+            "n_total": n,
+            "interrupted": False,
+            "findings": [],
+        }
+
+
+def test_verify_drops_what_is_damaged(cli_root: Path) -> None:
+    """Damage is told, dropped and exit code 1; a dry run drops nothing."""
+    (id_,) = fill(cli_root, list(range(600)))
+    damage(cli_root)
+    before = contents(cli_root)
+    for _ in range(2):
+        told = verify(cli_root, "--dry-run", code=1)
+        assert told.startswith(f"corrupt {id_}: ")
+        assert told.endswith("\nlooked at 1 snapshot; 1 not as written\n")
+    assert contents(cli_root) == before
+    (finding,) = json.loads(verify(cli_root, "--json", code=1))["findings"]
+    assert (finding["kind"], finding["name"]) == ("corrupt", id_)
+    assert infos(cli_root) == []
+    assert verify(cli_root) == "verified 0 snapshots; nothing is wrong\n"
+
+
+def test_verify_interrupted(cli_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt says how far it came, and the next run does the rest."""
+    fill(cli_root, [1, 2], [3, 4], [5, 6])
+    real = PromptStore.verify
+
+    def interrupted(store: PromptStore, *, progress: Any, **options: Any) -> Any:
+        def note(n_done: int, n_total: int) -> None:
+            progress(n_done, n_total)
+            if n_done == 2:
+                raise KeyboardInterrupt
+
+        return real(store, progress=note, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptStore, "verify", interrupted)
+        told = verify(cli_root, code=130)
+    assert told == "verified 2 of 3 snapshots; run it again to go on\n"
+    assert verify(cli_root) == "verified 1 snapshot; nothing is wrong\n"
+
+
+def test_verify_beside_a_server(cli_root: Path) -> None:
+    """Another process verifies while this one has the store open, and goes on."""
+    fill(cli_root, [1, 2])
+    with PromptStore.open(cli_root, min_tokens=1) as store:
+        process = run_process("verify", "--store", cli_root)
+        assert process.stdout == "verified 1 snapshot; nothing is wrong\n"
+        assert (process.returncode, process.stderr) == (0, "")
+        store.insert(Namespace("m"), [7, 8], make_cache(2))
+        store.flush()
+        assert len(list(store.snapshots())) == 2
 
 
 # ------------------------------------------------------------------------------- rm
@@ -1048,6 +1137,45 @@ def test_rm_of_a_label_of_several_models(cli_root: Path) -> None:
     assert fail("rm", "--store", cli_root, "law").startswith("2 snapshots would go")
     run("rm", "--store", cli_root, "--yes", "law")
     assert remaining(cli_root) == set()
+
+
+@pytest.fixture
+def tenants(cli_root: Path) -> Path:
+    """A store in which three tenants, one without a name, have two prompts each."""
+    with PromptStore.open(cli_root, min_tokens=1) as store:
+        for tenant in ("", "ann", "bob"):
+            for model in ("one", "two"):
+                namespace = Namespace(model, tenant=tenant)
+                store.insert(namespace, [1, 2], make_cache(2), label="law")
+    return cli_root
+
+
+@pytest.mark.parametrize(
+    ("tenant", "whose"), [("ann", "of tenant 'ann'"), ("", "of no tenant")]
+)
+def test_rm_of_a_tenant_asks(
+    tenants: Path, monkeypatch: pytest.MonkeyPatch, tenant: str, whose: str
+) -> None:
+    """All prompts of a tenant go after a yes, and nobody else's."""
+    arguments = ("rm", "--store", tenants, "--tenant", tenant)
+    question = f"2 snapshots {whose} would go"
+    assert fail(*arguments) == f"{question}; --yes deletes them all"
+    monkeypatch.setattr(snapshots, "_is_interactive", lambda: True)
+    assert run(*arguments, stdin="n\n").stdout == "nothing was deleted\n"
+    assert len(remaining(tenants)) == 6
+    answered = run(*arguments, stdin="y\n")
+    assert question in answered.stderr
+    assert answered.stdout.startswith("deleted 2 snapshots, ")
+    left = {info.namespace.tenant for info in infos(tenants)}
+    assert left == {"", "ann", "bob"} - {tenant}
+
+
+def test_rm_of_a_tenant_with_yes(tenants: Path) -> None:
+    """``--yes`` asks nothing; of a tenant that has nothing, nothing is deleted."""
+    arguments = ("rm", "--store", tenants, "--yes", "--tenant", "bob")
+    assert run(*arguments).stderr == ""
+    assert len(remaining(tenants)) == 4
+    assert run(*arguments).stdout == "deleted 0 snapshots, 0 bytes\n"
 
 
 # ------------------------------------------------------------------------- progress

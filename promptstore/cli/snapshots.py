@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,10 @@ def _age(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class _Totals:
-    """What a store holds; *disk_bytes* is everything under its directory."""
+    """What a store holds; *disk_bytes* is everything under its directory.
+
+    Bytes written are those of today, and of today and the 29 days before it (UTC).
+    """
 
     store: str
     n_snapshots: int = 0
@@ -111,6 +115,8 @@ class _Totals:
     n_pinned: int = 0
     snapshot_bytes: int = 0
     disk_bytes: int = 0
+    written_today_bytes: int = 0
+    written_30_days_bytes: int = 0
     hits: int = 0
 
 
@@ -133,7 +139,8 @@ def stats(as_json: bool, root: Path) -> None:
 
 
 def _totals(root: Path, store: PromptStore) -> _Totals:
-    infos = list(store.snapshots())
+    infos, figures = list(store.snapshots()), store.stats()
+    today, month = _written(figures.written_by_day, datetime.now(UTC).date())
     return _Totals(
         store=str(root),
         n_snapshots=len(infos),
@@ -141,9 +148,22 @@ def _totals(root: Path, store: PromptStore) -> _Totals:
         n_tokens=sum(info.end - info.start for info in infos),
         n_pinned=sum(info.pinned for info in infos),
         snapshot_bytes=sum(info.nbytes for info in infos),
-        disk_bytes=store.stats().disk_bytes,
+        disk_bytes=figures.disk_bytes,
+        written_today_bytes=today,
+        written_30_days_bytes=month,
         hits=sum(info.hits for info in infos),
     )
+
+
+def _written(bytes_by_day: Mapping[str, int], today: date) -> tuple[int, int]:
+    """Return the bytes of *today*, and of it and the 29 days before."""
+    first = today - timedelta(days=29)
+    recent = {
+        day: nbytes
+        for day, nbytes in bytes_by_day.items()
+        if first <= date.fromisoformat(day) <= today
+    }
+    return recent.get(today.isoformat(), 0), sum(recent.values())
 
 
 def _totals_table(totals: _Totals) -> Table:
@@ -158,6 +178,8 @@ def _totals_table(totals: _Totals) -> Table:
         ("tokens", f"{totals.n_tokens:,}"),
         ("size of snapshots", decimal(totals.snapshot_bytes)),
         ("size of everything", decimal(totals.disk_bytes)),
+        ("written today", decimal(totals.written_today_bytes)),
+        ("written in 30 days", decimal(totals.written_30_days_bytes)),
         ("hits", f"{totals.hits:,}"),
     ):
         table.add_row(name, value)
