@@ -241,7 +241,17 @@ SCENARIOS = {
         stored=ALL,
         lasting=PINNED,
     ),
-    "delete": Scenario(deleting, _REMOVE, stored=ALL, lasting=WINDOW + STATE),
+    "delete": Scenario(
+        deleting,
+        _REMOVE
+        | {
+            "remove: traces gone": 1,
+            "remove: index compacted": 1,
+            "evict: log truncated": 1,
+        },
+        stored=ALL,
+        lasting=WINDOW + STATE,
+    ),
     "repair": Scenario(
         repairing,
         _REMOVE | {"sweep: file gone": 2},
