@@ -17,7 +17,7 @@ from promptstore.errors import (
 from promptstore.index import Row
 from promptstore.layers import from_text
 from promptstore.root import is_name
-from promptstore.snapshot import read_contents
+from promptstore.snapshot import left_as_found, read_contents
 from promptstore.types import Finding
 
 
@@ -96,9 +96,10 @@ def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str
     if described is None:
         return ""  # the last snapshot of its layout was deleted meanwhile
     namespace, text = described
-    with disk.open(row, from_text(text)) as file:
+    path = disk.root.find(row.name)
+    with left_as_found(path), disk.open(row, from_text(text)) as file:
         file.verify_all(on_read)
-    contents, tokens, written = read_contents(disk.root.find(row.name))
+        contents, tokens, written = read_contents(path)
     parent = None if row.parent is None else disk.index.name_of(row.parent)
     digest = disk.index.end_digest(row)
     says = {

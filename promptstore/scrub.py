@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from promptstore.check import verify_row
 from promptstore.disk import DiskTier
 from promptstore.errors import SnapshotUnreadable, SnapshotUnsupported
-from promptstore.snapshot import left_as_found
 from promptstore.types import Finding
 
 
@@ -75,8 +74,7 @@ def scrub(
         if row is None:
             continue  # evicted meanwhile, or dropped with what it continued
         try:
-            with left_as_found(disk.root.path_of(row.name)):
-                finding = verify_row(disk, row, on_read)
+            finding = verify_row(disk, row, on_read)
         except SnapshotUnsupported:
             continue  # another version's
         except SnapshotUnreadable as error:

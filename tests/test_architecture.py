@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "tokens", "types", "volume",
     },
     "check": {"disk", "errors", "index", "layers", "root", "snapshot", "types"},
-    "scrub": {"check", "disk", "errors", "snapshot", "types"},
+    "scrub": {"check", "disk", "errors", "types"},
     "counters": {"errors", "types"},
     "matching": {
         "codecs", "counters", "disk", "errors", "index", "memory", "restore", "resume",

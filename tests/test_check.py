@@ -343,7 +343,7 @@ def test_an_edited_row_goes(root: Path, edit: str) -> None:
         "set tokens = (select tokens from snapshots where label = 'other')",
         "set end_digest = zeroblob(16)",
         "set first_token = first_token + 1",
-        "set layout = (select max(id) from layouts)",
+        "set layout = (select id from layouts where id != layout)",
         "set (parent, start_token, end_token) = "
         "((select id from snapshots where label = 'base'), 1, 101)",
     ],

@@ -243,7 +243,12 @@ SCENARIOS = {
     ),
     "delete": Scenario(
         deleting,
-        _REMOVE | {"remove: traces gone": 1, "remove: index compacted": 1},
+        _REMOVE
+        | {
+            "remove: traces gone": 1,
+            "remove: index compacted": 1,
+            "evict: log truncated": 1,
+        },
         stored=ALL,
         lasting=WINDOW + STATE,
     ),
