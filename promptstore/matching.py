@@ -135,7 +135,7 @@ class Matcher:
             follows = _id_at(entry.tokens, n_memory)
         try:
             look_up, _ = self._look_up(namespace, usable, n_memory, len(usable), like)
-        except Exception as error:  # one of five places that may: counted
+        except Exception as error:  # a place that may: counted
             self._counters.trouble(error)
             return n_memory, follows
         if look_up is None or look_up.plan.n_tokens <= n_memory:
@@ -186,7 +186,7 @@ class Matcher:
                 self._note_use(piece.row.id for piece in look_up.plan.pieces)
                 n_tokens = look_up.plan.n_tokens
                 return Match(cache, n_tokens, "disk", trouble or reason)
-        except Exception as error:  # one of five places that may: counted
+        except Exception as error:  # a place that may: counted
             trouble = self._counters.trouble(error)
         return Match(None, 0, "miss", trouble)
 
@@ -242,7 +242,7 @@ class Matcher:
         assert self._disk is not None
         try:
             self._disk.save_uses()
-        except Exception as error:  # one of five places that may: counted
+        except Exception as error:  # a place that may: counted
             self._counters.trouble(error)
 
 

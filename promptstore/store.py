@@ -211,7 +211,7 @@ class PromptStore:
         ids = as_tokens(tokens)
         try:
             match = self._matcher.match(namespace, ids, like, max_tokens)
-        except Exception as error:  # one of five places that may: a miss
+        except Exception as error:  # a place that may: a miss
             match = Match(None, 0, "miss", self._counters.trouble(error))
         self._counters.match(match, len(ids))
         return match

@@ -1346,7 +1346,7 @@ def test_the_log_is_quiet(
         with pytest.raises(WriteFailed) as caught:
             store.flush()
     assert caught.value.n_failed == 10
-    assert store.stats().errors == {"ENOSPC": 10}
+    assert store.stats().errors == {"ENOSPC": 11}  # flush tried one again
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -1528,7 +1528,8 @@ def test_the_disk_is_least_recently_used_first(
 
 
 def test_a_full_queue_skips_the_disk_and_says_so(open_store: Open, gate: Gate) -> None:
-    """After the time given to it an insert gives up writing, and counts that."""
+    """After the time given to it an insert leaves the writing to the next flush, and
+    counts that."""
     store = open_store(queue_bytes=BUFFER, insert_timeout_s=0.0)
     three = prompts(3, 200)
     for ids in three:
@@ -1537,12 +1538,8 @@ def test_a_full_queue_skips_the_disk_and_says_so(open_store: Open, gate: Gate) -
     assert store.stats().n_pending == 1
     assert [ask(store, ids, **BIG).source for ids in three] == ["memory"] * 3
     gate.opened.set()
-    with pytest.raises(WriteFailed, match="2 insert"):
-        store.flush()
-    assert [n_disk(store, ids) for ids in three] == [200, 0, 0]
-    put(store, three[1])
     store.flush()
-    assert n_disk(store, three[1]) == 200
+    assert [n_disk(store, ids) for ids in three] == [200] * 3
 
 
 def test_a_full_queue_pushes_back(
@@ -1580,7 +1577,7 @@ def test_one_job_larger_than_the_queue_is_let_in(open_store: Open) -> None:
 def test_flush_tells_once_what_the_writer_met(
     open_store: Open, failing: Callable[[], Any]
 ) -> None:
-    """The first cause and how many; after that the slate is clean."""
+    """The first cause and how many; what memory still has is tried once more."""
     store = open_store()
     first, second = prompts(2)
     with failing():
@@ -1590,11 +1587,9 @@ def test_flush_tells_once_what_the_writer_met(
             store.flush()
     assert caught.value.n_failed == 2
     assert isinstance(caught.value.__cause__, OSError)
-    store.flush()
     assert ask(store, first).source == "memory"
-    store.insert(NS, first, kv_of(first))
     store.flush()
-    assert [n_disk(store, ids) for ids in (first, second)] == [100, 0]
+    assert [n_disk(store, ids) for ids in (first, second)] == [100, 100]
 
 
 def test_flush_does_not_call_a_lost_use_a_lost_insert(
@@ -2024,7 +2019,7 @@ def test_a_full_disk_costs_no_more_than_itself(root: Path, open_store: Open) -> 
     """Inserts return, nothing half is left, and it works when space returns (R11)."""
     out = run(
         """
-        import resource
+        import resource, sqlite3
         store = PromptStore.open(root)
         one, two, three = ([n, *tokens(399, seed=n)] for n in range(3))
         store.insert(NS, one, kv_of(one))
@@ -2040,7 +2035,7 @@ def test_a_full_disk_costs_no_more_than_itself(root: Path, open_store: Open) -> 
                 store.flush()
                 print("no error")
             except WriteFailed as error:
-                print(type(error.__cause__).__name__)
+                print(isinstance(error.__cause__, (OSError, sqlite3.Error)))
             assert store.match(NS, [*two, 0]).source == "memory"
             assert store.match(NS, [*one, 0]).n_tokens == 400
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -2052,7 +2047,7 @@ def test_a_full_disk_costs_no_more_than_itself(root: Path, open_store: Open) -> 
         """,
         root,
     )
-    assert out.splitlines() == ["OSError", "0 []", "OperationalError", "0 []"]
+    assert out.splitlines() == ["True", "0 []"] * 2
     store = open_store()
     for number in range(3):
         assert n_disk(store, [number, *tokens(399, seed=number)]) == 400
