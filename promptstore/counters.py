@@ -9,8 +9,16 @@ import threading
 from collections import Counter
 from typing import Any
 
-from promptstore.errors import PromptStoreError
+from promptstore.errors import (
+    PromptStoreError,
+    SnapshotUnreadable,
+    StoreTooNew,
+    StoreUnavailable,
+)
 from promptstore.types import Match, Reason, ReasonKind
+
+_SAME = {"SQLITE_FULL": "ENOSPC", "SQLITE_IOERR": "EIO"}
+"""What SQLite calls by a name of its own."""
 
 _log = logging.getLogger("promptstore")
 
@@ -70,11 +78,20 @@ class Counters:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return a short stable name for the cause of *error*."""
+    """Return a short stable name for the cause of *error*.
+
+    One cause has one name, whoever met it: ``ENOSPC`` for a file and for the index.
+    """
+    inner = error.__cause__
+    is_told = isinstance(error, SnapshotUnreadable | StoreUnavailable)
+    if is_told and not isinstance(error, StoreTooNew) and inner is not None:
+        return cause_of(inner)
     if isinstance(error, PromptStoreError):
         return type(error).__name__
     if isinstance(error, OSError) and error.errno is not None:
         return errno.errorcode.get(error.errno, "OSError")
     if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        name: str = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        primary = "_".join(name.split("_")[:2])
+        return _SAME.get(primary, primary)
     return type(error).__name__
