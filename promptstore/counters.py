@@ -57,7 +57,7 @@ class Counters:
         """Count an error, warn of its cause once, and return it as a reason."""
         cause = cause_of(error)
         self.note(cause, f"{cause}: {error}", exc_info=error)
-        return Reason(ReasonKind.UNREADABLE, 0, cause)
+        return reason_of(error)
 
     def note(
         self, cause: str, message: str, exc_info: BaseException | None = None
@@ -75,6 +75,11 @@ class Counters:
         """Return copies: counts, reasons by kind, errors by cause."""
         with self._lock:
             return dict(self._counts), dict(self._reasons), dict(self._errors)
+
+
+def reason_of(error: BaseException) -> Reason:
+    """Return why an error costs a match what the disk has."""
+    return Reason(ReasonKind.UNREADABLE, 0, cause_of(error))
 
 
 def cause_of(error: BaseException) -> str:
