@@ -268,6 +268,13 @@ class DiskTier:
             NotCovered: What it continues went away meanwhile.
             OSError, sqlite3.Error: As the system says.
         """
+        try:
+            return self._save(new)
+        except BaseException:
+            self.budget.expect_strays()
+            raise
+
+    def _save(self, new: NewSnapshot) -> tuple[int, ...] | None:
         self.volume.stay_in_place()
         n_before = self.bytes_written
         for _ in range(_TRIES):
