@@ -51,6 +51,10 @@ class Budget:
         with self._lock:
             self._leases.clear()
 
+    def expect_strays(self) -> None:
+        """Have the next save sweep: what failed may have left a file behind."""
+        self._stray_bytes = None
+
     @contextlib.contextmanager
     def lease(self, ids: Iterable[int]) -> Iterator[None]:
         """Protect snapshots that are being read from eviction by this process.
@@ -159,8 +163,10 @@ class Budget:
         known = {root.path_of(name) for name in names if is_name(name)}
         for path in root.files():
             if path not in known and root.is_ours(path) and self.is_orphan(path):
-                path.unlink(missing_ok=True)
-                reach("sweep: file gone")
+                # What cannot be removed counts, but must not end all writing.
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    reach("sweep: file gone")
 
     def is_orphan(self, path: Path) -> bool:
         """Whether no row knows a file of ours, and no process is making it."""

@@ -9,8 +9,16 @@ import threading
 from collections import Counter
 from typing import Any
 
-from promptstore.errors import PromptStoreError
+from promptstore.errors import (
+    PromptStoreError,
+    SnapshotUnreadable,
+    StoreTooNew,
+    StoreUnavailable,
+)
 from promptstore.types import Match, Reason, ReasonKind
+
+_SAME = {"SQLITE_FULL": "ENOSPC", "SQLITE_IOERR": "EIO"}
+"""What SQLite calls by a name of its own."""
 
 _log = logging.getLogger("promptstore")
 
@@ -49,7 +57,7 @@ class Counters:
         """Count an error, warn of its cause once, and return it as a reason."""
         cause = cause_of(error)
         self.note(cause, f"{cause}: {error}", exc_info=error)
-        return Reason(ReasonKind.UNREADABLE, 0, cause)
+        return reason_of(error)
 
     def note(
         self, cause: str, message: str, exc_info: BaseException | None = None
@@ -69,12 +77,26 @@ class Counters:
             return dict(self._counts), dict(self._reasons), dict(self._errors)
 
 
+def reason_of(error: BaseException) -> Reason:
+    """Return why an error costs a match what the disk has."""
+    return Reason(ReasonKind.UNREADABLE, 0, cause_of(error))
+
+
 def cause_of(error: BaseException) -> str:
-    """Return a short stable name for the cause of *error*."""
+    """Return a short stable name for the cause of *error*.
+
+    One cause has one name, whoever met it: ``ENOSPC`` for a file and for the index.
+    """
+    inner = error.__cause__
+    is_told = isinstance(error, SnapshotUnreadable | StoreUnavailable)
+    if is_told and not isinstance(error, StoreTooNew) and inner is not None:
+        return cause_of(inner)
     if isinstance(error, PromptStoreError):
         return type(error).__name__
     if isinstance(error, OSError) and error.errno is not None:
         return errno.errorcode.get(error.errno, "OSError")
     if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        name: str = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        primary = "_".join(name.split("_")[:2])
+        return _SAME.get(primary, primary)
     return type(error).__name__

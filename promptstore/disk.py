@@ -134,6 +134,7 @@ class DiskTier:
         self._verify = verify
         self._verified: set[Key] = set()
         self._uses: dict[int, tuple[int, int]] = {}
+        self._condemned: set[int] = set()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(N_THREADS, "promptstore-reader")
         self._ahead = ThreadPoolExecutor(1, "promptstore-prefetch")
@@ -155,6 +156,7 @@ class DiskTier:
     def _forget(self) -> None:
         """Forget what was known of a directory that is gone."""
         self._uses.clear()
+        self._condemned.clear()
         self._verified.clear()
         self.budget.forget()
         self.on_replaced()
@@ -207,8 +209,10 @@ class DiskTier:
         for layout in index.layouts(new.namespace):
             if layout.layers == new.text:
                 found = index.find(layout, new.tokens, new.until_ns)
-                is_all = found.n_tokens == len(new.tokens)
-                return found.n_tokens if is_all or not layout.is_whole else 0
+                bad = [r.start for r in found.chain if r.id in self._condemned]
+                n_tokens = min([found.n_tokens, *bad])
+                is_all = n_tokens == len(new.tokens)
+                return n_tokens if is_all or not layout.is_whole else 0
         return 0
 
     def load(self, look_up: LookUp, n_total: int) -> list[Any]:
@@ -264,6 +268,13 @@ class DiskTier:
             NotCovered: What it continues went away meanwhile.
             OSError, sqlite3.Error: As the system says.
         """
+        try:
+            return self._save(new)
+        except BaseException:
+            self.budget.expect_strays()
+            raise
+
+    def _save(self, new: NewSnapshot) -> tuple[int, ...] | None:
         self.volume.stay_in_place()
         n_before = self.bytes_written
         for _ in range(_TRIES):
@@ -464,6 +475,24 @@ class DiskTier:
     def set_pinned(self, ids: Iterable[int], pinned: bool) -> None:
         """Protect snapshots from eviction, or stop doing so."""
         self._writer.set_pinned(ids, pinned)
+
+    def condemn(self, id_: int) -> bool:
+        """Note a snapshot that is proven bad; return whether `remove_condemned` must be
+        scheduled. A match must not wait for the lock that removing takes."""
+        with self._lock:
+            is_new = id_ not in self._condemned
+            self._condemned.add(id_)
+            return is_new
+
+    def remove_condemned(self) -> None:
+        """Remove what was noted as bad. On the writer's thread."""
+        with self._lock:
+            condemned = frozenset(self._condemned)
+        try:
+            self.remove(condemned)
+        finally:
+            with self._lock:
+                self._condemned -= condemned
 
     # ----------------------------------------------------------------- uses
 

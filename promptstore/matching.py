@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from promptstore import codecs, restore, resume
-from promptstore.counters import Counters
+from promptstore.counters import Counters, reason_of
 from promptstore.disk import DiskTier, LookUp
 from promptstore.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from promptstore.index import Row
@@ -88,8 +88,12 @@ class Matcher:
         n_memory, entry = self._best_entry(namespace, usable, like, touch=False)
         if entry is not None:
             self._memory.release(entry)
-        look_up, reason = self._look_up(namespace, usable, n_memory, len(usable), like)
-        return n_memory, look_up, reason
+        try:
+            return n_memory, *self._look_up(
+                namespace, usable, n_memory, len(usable), like
+            )
+        except Exception as error:  # a place that may: the reason
+            return n_memory, None, reason_of(error)
 
     def _best_entry(
         self,
@@ -135,7 +139,7 @@ class Matcher:
             follows = _id_at(entry.tokens, n_memory)
         try:
             look_up, _ = self._look_up(namespace, usable, n_memory, len(usable), like)
-        except Exception as error:  # one of five places that may: counted
+        except Exception as error:  # a place that may: counted
             self._counters.trouble(error)
             return n_memory, follows
         if look_up is None or look_up.plan.n_tokens <= n_memory:
@@ -186,7 +190,7 @@ class Matcher:
                 self._note_use(piece.row.id for piece in look_up.plan.pieces)
                 n_tokens = look_up.plan.n_tokens
                 return Match(cache, n_tokens, "disk", trouble or reason)
-        except Exception as error:  # one of five places that may: counted
+        except Exception as error:  # a place that may: counted
             trouble = self._counters.trouble(error)
         return Match(None, 0, "miss", trouble)
 
@@ -223,26 +227,35 @@ class Matcher:
         rows = [piece.row for piece in look_up.plan.pieces]
         row = next(row for row in rows if row.name == error.path.stem)
         if not isinstance(error, SnapshotCorrupt | SnapshotMissing):
-            self._counters.trouble(error)
-            return Reason(ReasonKind.UNREADABLE, row.start, row.name), row
+            cause = self._counters.trouble(error).detail
+            return Reason(ReasonKind.UNREADABLE, row.start, cause), row
         # A file that another process has just evicted is missing with its row.
         if self._disk.index.has(row.name):
             self._counters.trouble(error)
-            if not self._disk.read_only:
-                self._disk.remove([row.id])
+            if not self._disk.read_only and self._disk.condemn(row.id):
+                self._later(self._disk.remove_condemned)
         return Reason(ReasonKind.DAMAGED, row.start, row.name), row
 
     def _note_use(self, ids: Iterable[int]) -> None:
         disk = self._disk
         if disk is not None and not disk.read_only and disk.note_use(ids):
-            self._writer.submit(self._save_uses)
+            self._later(disk.save_uses)
 
-    def _save_uses(self) -> None:
-        """Record uses; if that fails nothing that was inserted is lost."""
-        assert self._disk is not None
+    def _later(self, work: Callable[[], None]) -> None:
+        """Have the writer's thread do something that a match does not wait for.
+
+        If that fails nothing that was inserted is lost.
+        """
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # a place that may: counted
+                self._counters.trouble(error)
+
         try:
-            self._disk.save_uses()
-        except Exception as error:  # one of five places that may: counted
+            self._writer.submit(run)
+        except RuntimeError as error:  # the system gives no thread
             self._counters.trouble(error)
 
 

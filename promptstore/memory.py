@@ -44,6 +44,10 @@ class Entry:
         readers: How many are copying from it.
         rows: The snapshots that hold it on disk, once it is durable.
         expires_s: When it must not be used any more, by ``time.monotonic``.
+        expires_ns: The same by ``time.time_ns``; ``None`` for never.
+        label: The name that its insert gave it.
+        pinned: Whether its insert pinned it.
+        error: Why its last write failed; the next flush tries again.
     """
 
     namespace: Namespace
@@ -60,6 +64,10 @@ class Entry:
     readers: int = 0
     rows: tuple[int, ...] = ()
     expires_s: float = math.inf
+    expires_ns: int | None = None
+    label: str | None = None
+    pinned: bool = False
+    error: BaseException | None = None
 
     @property
     def must_be_saved(self) -> bool:
@@ -81,12 +89,11 @@ class MemoryTier:
         self.max_bytes = max_bytes
         self.on_evict = on_evict
         self.n_evicted = 0
-        self.pending_bytes = 0
-        """Bytes of entries that were evicted and wait to be written."""
         self._lock = threading.Lock()
         self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
         self._order: OrderedDict[Entry, None] = OrderedDict()
         self._mortal: set[Entry] = set()
+        self._leaving: set[Entry] = set()
         self._nbytes = 0
         self._n_arrays = 0
 
@@ -99,12 +106,25 @@ class MemoryTier:
         """Bytes that count against the budget."""
         return self._nbytes
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of entries that left the budget and wait to be written."""
+        with self._lock:
+            return sum(entry.nbytes for entry in self._leaving)
+
     def admits(self, nbytes: int) -> bool:
         """Whether a thing of that size fits at all."""
         return 0 < nbytes <= self.max_bytes
 
-    def add(self, entry: Entry) -> None:
-        """Keep *entry*, drop what it stands in for, and evict down to the budget."""
+    def add(
+        self, entry: Entry, on_evict: Callable[[Entry], None] | None = None
+    ) -> None:
+        """Keep *entry*, drop what it stands in for, and evict down to the budget.
+
+        Args:
+            entry: What to keep.
+            on_evict: What to call instead of `on_evict` this time.
+        """
         with self._lock:
             trees = self._trees.setdefault(entry.namespace.digest, {})
             tree = trees.setdefault(entry.capture.text, RadixTree())
@@ -114,7 +134,9 @@ class MemoryTier:
                     entry.capture.resumable(n_tokens) == n_tokens
                     and entry.expires_s >= other.expires_s
                 )
-                if same or (stands_in and not other.keep):
+                # A label that is not on disk yet is on nothing else.
+                keep = other.keep or (other.label is not None and not other.durable)
+                if same or (stands_in and not keep):
                     entry.keep = entry.keep or (same and other.keep)
                     self._drop(other)
             tree.set(entry.tokens, entry)
@@ -126,7 +148,7 @@ class MemoryTier:
                 self._mortal.add(entry)
             self._nbytes += entry.nbytes
             self._n_arrays += entry.n_arrays
-        self.shrink(self.max_bytes, spare=entry)
+        self.shrink(self.max_bytes, spare=entry, on_evict=on_evict)
 
     def best(
         self,
@@ -194,15 +216,31 @@ class MemoryTier:
             entry.capture.is_cuttable and n_extra <= _HAND_OVER_TOKENS
         )
 
-    def settle(self, entry: Entry, rows: tuple[int, ...] | None) -> None:
-        """Record that the write of *entry* is over, and which snapshots hold it."""
+    def settle(
+        self,
+        entry: Entry,
+        rows: tuple[int, ...] | None,
+        error: BaseException | None = None,
+    ) -> bool:
+        """Record that the write of *entry* is over.
+
+        Args:
+            entry: What was to be written.
+            rows: Which snapshots hold it; ``None`` if it was not written.
+            error: Why not.
+
+        Returns:
+            Whether it is still here, to be tried again.
+        """
         with self._lock:
             entry.pending = False
+            entry.error = error
             if rows is not None:
                 entry.durable, entry.rows = True, rows
-            if entry.evicted:
-                self.pending_bytes -= entry.nbytes
+            if entry in self._leaving:
+                self._leaving.remove(entry)
                 self._forget(entry)
+            return entry in self._order
 
     def forget_disk(self) -> None:
         """Record that nothing is durable any more: the directory was replaced."""
@@ -210,8 +248,14 @@ class MemoryTier:
             for entry in self._order:
                 entry.durable, entry.rows = False, ()
 
-    def shrink(self, max_bytes: int, spare: Entry | None = None) -> None:
+    def shrink(
+        self,
+        max_bytes: int,
+        spare: Entry | None = None,
+        on_evict: Callable[[Entry], None] | None = None,
+    ) -> None:
         """Evict the least recently used entries down to *max_bytes*."""
+        on_evict = on_evict or self.on_evict
         evicted = []
         with self._lock:
             for entry in list(self._order):
@@ -222,14 +266,13 @@ class MemoryTier:
                 self._uncount(entry)
                 self.n_evicted += 1
                 entry.evicted = True
-                self.pending_bytes += entry.nbytes
                 if entry.durable:
-                    self.pending_bytes -= entry.nbytes
                     self._forget(entry)
                 else:
+                    self._leaving.add(entry)
                     evicted.append(entry)
         for entry in evicted:
-            self.on_evict(entry)
+            on_evict(entry)
             if not entry.pending:
                 self.settle(entry, None)
 
@@ -274,6 +317,8 @@ class MemoryTier:
     def _drop(self, entry: Entry) -> None:
         if entry in self._order:
             self._uncount(entry)
+            if entry.pending:  # the writer keeps its arrays alive
+                self._leaving.add(entry)
         self._forget(entry)
 
     def _uncount(self, entry: Entry) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from promptstore.capture import Capture, Intake, take_in
 from promptstore.counters import Counters
 from promptstore.delta import NewSnapshot
 from promptstore.disk import DiskTier
+from promptstore.errors import DailyLimit, NotCovered, TooLarge
 from promptstore.layers import token_bytes
 from promptstore.memory import Entry, MemoryTier
 from promptstore.tokens import Tokens, compact
@@ -22,6 +24,10 @@ from promptstore.writer import Writer, deadline
 Write = Literal["through", "back", "off"]
 Wish = tuple[Kind, str | None, bool, float | None]
 """What an insert asks for: kind, label, pin, ttl_s."""
+_FINAL = (TooLarge, DailyLimit, NotCovered)
+"""What another try would meet again."""
+_Left = Callable[[], float | None]
+"""Tells how much is left of the time that an insert may take."""
 
 
 class Saver:
@@ -65,24 +71,25 @@ class Saver:
         if not taken.n_tokens:
             return 0
         try:
-            self._insert(taken, namespace, ids[: taken.n_tokens], wish)
-        except Exception as error:  # one of five places that may: counted
+            left = deadline(self._timeout_s)
+            self._insert(taken, namespace, ids[: taken.n_tokens], wish, left)
+        except Exception as error:  # a place that may: counted
             self._counters.trouble(error)
             self._writer.fail(error)
         self._counters.insert()
         return taken.n_tokens
 
     def _insert(
-        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
+        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish, left: _Left
     ) -> None:
-        entry = self._remember(taken, namespace, ids, wish)
+        kind, label, pin, ttl_s = wish
+        expires_ns = None if ttl_s is None else time.time_ns() + int(ttl_s * 1e9)
+        entry = self._remember(taken, namespace, ids, wish, expires_ns, left)
         if taken.layers is None:
             self._counters.note(
                 "unknown-cache-class", f"{taken.text} stays in memory only"
             )
             return
-        kind, label, pin, ttl_s = wish
-        expires_ns = None if ttl_s is None else time.time_ns() + int(ttl_s * 1e9)
         # What is not captured yet is asked for by a capture of nothing.
         bare = Capture(taken.layers, taken.text, taken.n_tokens, [], [])
         new = NewSnapshot(namespace, ids, bare, kind, label, pin, expires_ns)
@@ -92,23 +99,31 @@ class Saver:
             return
         if entry is not None:
             if self._write == "through" or new.is_special:
-                new = replace(new, capture=entry.capture)
-                self._save(new, entry, self._timeout_s)
+                self._save(_new_of(entry), entry, left())
+            else:
+                with contextlib.suppress(RuntimeError):  # flush tries again
+                    self._writer.start()
             return
         start = self._n_on_disk(new)
         # Copies of the little that is new let the caller go on without copying all.
         few = len(ids) - start <= start
         capture = taken.capture_rows(start) if few else taken.capture()
-        self._save(replace(new, capture=capture), None, self._timeout_s)
+        self._save(replace(new, capture=capture), None, left())
 
     def _remember(
-        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish
+        self,
+        taken: Intake,
+        namespace: Namespace,
+        ids: Tokens,
+        wish: Wish,
+        expires_ns: int | None,
+        left: _Left,
     ) -> Entry | None:
         """Put a copy into the memory tier, if that takes one of its size."""
         nbytes, n_arrays = taken.size()
         if not self._memory.admits(nbytes):
             return None
-        kind, _, pin, ttl_s = wish
+        kind, label, pin, ttl_s = wish
         entry = Entry(
             namespace=namespace,
             tokens=compact(ids),
@@ -118,8 +133,11 @@ class Saver:
             kind=kind,
             keep=kind == "system" or pin,
             expires_s=math.inf if ttl_s is None else time.monotonic() + ttl_s,
+            expires_ns=expires_ns,
+            label=label,
+            pinned=pin,
         )
-        self._memory.add(entry)
+        self._memory.add(entry, lambda other: self._save_evicted(other, left()))
         return entry
 
     def _save(
@@ -140,54 +158,89 @@ class Saver:
         if entry is not None:
             entry.pending = True
         run = functools.partial(self._run_save, new, entry)
-        if not self._writer.submit(run, nbytes, timeout_s):
+        try:
+            if self._writer.submit(run, nbytes, timeout_s):
+                return
+            error: Exception = TimeoutError("no room in the writer's queue")
             self._counters.note("queue-full", "the disk is too slow: not written")
-            self._writer.fail(TimeoutError("no room in the writer's queue"))
-            if entry is not None:
-                self._memory.settle(entry, None)
+        except RuntimeError as refused:  # the system gives no thread
+            self._counters.trouble(refused)
+            error = refused
+        self._settle_failed(entry, error)
 
     def _n_on_disk(self, new: NewSnapshot) -> int:
         """Return how many of the tokens are stored. The writer looks again, since
-        others write as well."""
+        others write as well; it also meets what keeps this from an answer."""
         assert self._disk is not None
-        return self._disk.n_stored(new)
+        try:
+            return self._disk.n_stored(new)
+        except Exception:  # a place that may: the writer will tell
+            return 0
 
     def _run_save(self, new: NewSnapshot, entry: Entry | None) -> None:
         """Write one prompt. On the writer's thread."""
         assert self._disk is not None
-        rows, declined = None, False
         try:
             rows = self._disk.save(new)
-            declined = rows is None
-        except Exception as error:
+        except Exception as error:  # a place that may: flush raises it
             self._counters.trouble(error)
-            raise
-        finally:
-            if declined:
-                self._counters.decline()
-            if entry is not None:
-                entry.declined = declined
-                self._memory.settle(entry, rows)
-
-    def save_evicted(self, entry: Entry) -> None:
-        """Write back what memory evicts, on the thread that caused it."""
-        if self._write == "back" and entry.must_be_saved:
-            self._write_back(entry, self._timeout_s)
-
-    def _write_back(self, entry: Entry, timeout_s: float | None) -> None:
-        if entry.capture.layers is None or len(entry.tokens) < self._min_tokens:
+            self._settle_failed(entry, error)
             return
-        try:
-            new = NewSnapshot(entry.namespace, entry.tokens, entry.capture, entry.kind)
-            self._save(new, entry, timeout_s)
-        except Exception as error:  # one of five places that may: counted
-            self._counters.trouble(error)
+        if rows is None:
+            self._counters.decline()
+        if entry is not None:
+            entry.declined = rows is None
+            self._memory.settle(entry, rows)
+
+    def _settle_failed(self, entry: Entry | None, error: Exception) -> None:
+        """Leave what memory still has to the next flush; else it is lost."""
+        is_kept = entry is not None and self._memory.settle(entry, None, error)
+        if not is_kept or isinstance(error, _FINAL):
             self._writer.fail(error)
 
+    def save_evicted(self, entry: Entry) -> None:
+        """Write what memory evicts, on the thread that caused it."""
+        self._save_evicted(entry, self._timeout_s)
+
+    def _save_evicted(self, entry: Entry, timeout_s: float | None) -> None:
+        if entry.must_be_saved:
+            self._write_late(entry, timeout_s)
+
+    def _write_late(self, entry: Entry, timeout_s: float | None) -> None:
+        """Queue what was not written at its insert, or could not be."""
+        if isinstance(entry.error, _FINAL) or entry.capture.layers is None:
+            return
+        is_due = self._write == "back" and len(entry.tokens) >= self._min_tokens
+        if is_due or entry.error is not None:
+            self._save(_new_of(entry), entry, timeout_s)
+
     def flush(self, timeout_s: float | None) -> None:
-        """Write what is not written yet, and wait until it is durable."""
+        """Write what is not written yet, and wait until it is durable.
+
+        What memory has and could not be written is tried once more.
+        """
         left = deadline(timeout_s)
-        if self._write == "back":
-            for entry in self._memory.unsaved():
-                self._write_back(entry, left())
+        self._writer.wait(left())  # so that what failed by now is tried as well
+        late = self._memory.unsaved()
+        is_well = True
+        for entry in late:
+            if is_well or entry.error is None:
+                self._write_late(entry, left())
+                self._writer.wait(left())
+                is_well = entry.error is None  # else spare the disk the others
+        for entry in late:
+            if entry.error is not None and not isinstance(entry.error, _FINAL):
+                self._writer.fail(entry.error)
         self._writer.flush(left())
+
+
+def _new_of(entry: Entry) -> NewSnapshot:
+    return NewSnapshot(
+        entry.namespace,
+        entry.tokens,
+        entry.capture,
+        entry.kind,
+        entry.label,
+        entry.pinned,
+        entry.expires_ns,
+    )

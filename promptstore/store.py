@@ -211,7 +211,7 @@ class PromptStore:
         ids = as_tokens(tokens)
         try:
             match = self._matcher.match(namespace, ids, like, max_tokens)
-        except Exception as error:  # one of five places that may: a miss
+        except Exception as error:  # a place that may: a miss
             match = Match(None, 0, "miss", self._counters.trouble(error))
         self._counters.match(match, len(ids))
         return match
@@ -370,10 +370,14 @@ class PromptStore:
         )
 
     def stats(self) -> StoreStats:
-        """Return what the store holds, and what it did since it was opened."""
+        """Return what the store holds, and what it did since it was opened.
+
+        While the disk cannot be asked, what it holds is 0 and `errors` says why.
+        """
         self._require_open()
-        counts, reasons, errors = self._counters.snapshot()
         memory, writer, disk = self._memory, self._writer, self._disk
+        on_disk = self._on_disk(disk) if disk is not None else {}
+        counts, reasons, errors = self._counters.snapshot()
         stats = StoreStats(
             n_entries=len(memory),
             memory_bytes=memory.nbytes,
@@ -388,13 +392,22 @@ class PromptStore:
             return stats
         return dataclasses.replace(
             stats,
-            n_snapshots=disk.index.n_snapshots(),
-            disk_bytes=disk.root.nbytes(),
+            **on_disk,
             bytes_written=disk.bytes_written,
             bytes_read=disk.bytes_read,
             n_evicted_disk=disk.budget.n_evicted,
-            written_by_day=disk.index.written_by_day(),
         )
+
+    def _on_disk(self, disk: DiskTier) -> dict[str, Any]:
+        try:
+            return {
+                "n_snapshots": disk.index.n_snapshots(),
+                "disk_bytes": disk.root.nbytes(),
+                "written_by_day": disk.index.written_by_day(),
+            }
+        except Exception as error:  # a place that may: counted
+            self._counters.trouble(error)
+            return {}
 
     # ---------------------------------------------------------------- managing
 
@@ -489,6 +502,7 @@ class PromptStore:
     def check(self) -> list[Finding]:
         """Compare the index with the files, every byte; return what is wrong."""
         self._require_open()
+        self._writer.wait()  # what a match has found is being dropped
         return check(self._disk) if self._disk is not None else []
 
     def repair(self, findings: Iterable[Finding]) -> None:

@@ -128,7 +128,7 @@ class Reason:
     Args:
         kind: The reason.
         position: The first token that could not be reused.
-        detail: The field, the layer kind or the file, where one is to blame.
+        detail: The field, the layer kind, the file or the cause that is to blame.
     """
 
     kind: ReasonKind

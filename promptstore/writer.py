@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,22 +62,38 @@ class Writer:
 
         Returns:
             Whether it was queued.
+
+        Raises:
+            RuntimeError: The system gives no thread to do it.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_room(nbytes), timeout_s):
                 return False
             if self._closed:
                 return False
+            self._start()
             self._jobs.append(_Job(run, nbytes))
             self._nbytes += nbytes
             self._n_submitted += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._loop, name="promptstore-writer", daemon=True
-                )
-                self._thread.start()
             self._changed.notify_all()
             return True
+
+    def start(self) -> None:
+        """Have a thread ready: none can be started while the interpreter ends.
+
+        Raises:
+            RuntimeError: The system gives no thread.
+        """
+        with self._changed:
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._loop, name="promptstore-writer", daemon=True
+            )
+            thread.start()  # raises if the system gives no thread; the next try may
+            self._thread = thread
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until all that was queued is done.
@@ -122,6 +139,7 @@ class Writer:
 
     def fail(self, error: BaseException) -> None:
         """Note an error for the next flush to raise."""
+        _let_go(error)
         with self._changed:
             self._n_failed += 1
             self._first = self._first or error
@@ -134,7 +152,7 @@ class Writer:
         while (job := self._next()) is not None:
             try:
                 job.run()
-            except Exception as error:  # one of five places that may: flush raises it
+            except Exception as error:  # a place that may: flush raises it
                 self.fail(error)
             done, job = job.nbytes, None  # drop what the job kept alive first
             with self._changed:
@@ -146,6 +164,14 @@ class Writer:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             return self._jobs.popleft() if self._jobs else None
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what the frames of an error keep alive: the arrays of a prompt."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 def deadline(timeout_s: float | None) -> Callable[[], float | None]:

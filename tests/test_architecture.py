@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "tokens", "types", "writer",
     },
     "saving": {
-        "capture", "counters", "delta", "disk", "layers", "memory", "tokens",
+        "capture", "counters", "delta", "disk", "errors", "layers", "memory", "tokens",
         "types", "writer",
     },
     "store": {

@@ -90,7 +90,7 @@ def test_the_floor_is_a_gibibyte(tmp_path: Path, monkeypatch: Any) -> None:
             with pytest.raises(WriteFailed, match="min_free_bytes"):
                 store.flush()
         assert store.match(NS, [*ids, 1]).source == "memory"
-        assert store.stats().errors == {"NoSpace": 1}
+        assert store.stats().errors == {"NoSpace": 2}
         store.insert(NS, ids, kv_of(ids))
         store.flush()
         assert store.stats().n_snapshots == 1

@@ -7,13 +7,19 @@ import errno
 import logging
 import sqlite3
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from promptstore import Match, Reason, ReasonKind, StoreStats, TooLarge
 from promptstore.counters import Counters, cause_of
-from promptstore.errors import SnapshotCorrupt, SnapshotUnreadable
+from promptstore.errors import (
+    SnapshotCorrupt,
+    SnapshotMissing,
+    SnapshotUnreadable,
+    StoreUnavailable,
+)
 
 MISS = Match(None, 0, "miss", Reason(ReasonKind.NO_ENTRY, 0))
 
@@ -135,6 +141,35 @@ def sqlite_error() -> sqlite3.Error:
     raise AssertionError
 
 
+def raised(inner: OSError, outer: Callable[[Path, str], Exception]) -> Exception:
+    """Return an error of ours that was raised for one of the system."""
+    error = outer(Path("a"), "reason")
+    error.__cause__ = inner
+    return error
+
+
+def named(name: str) -> sqlite3.Error:
+    """Return an error with the name that SQLite gives it."""
+    error = sqlite3.OperationalError("as SQLite says")
+    error.sqlite_errorname = name
+    return error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("SQLITE_FULL", "ENOSPC"),
+        ("SQLITE_IOERR_WRITE", "EIO"),
+        ("SQLITE_IOERR", "EIO"),
+        ("SQLITE_BUSY_RECOVERY", "SQLITE_BUSY"),
+        ("SQLITE_READONLY_DBMOVED", "SQLITE_READONLY"),
+    ],
+)
+def test_one_cause_has_one_name(name: str, expected: str) -> None:
+    """What SQLite tells in detail is counted with what the system says of a file."""
+    assert cause_of(named(name)) == expected
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -145,8 +180,12 @@ def sqlite_error() -> sqlite3.Error:
         (FileNotFoundError(errno.ENOENT, "x"), "ENOENT"),
         (OSError("no number"), "OSError"),
         (OSError(987654, "no such number"), "OSError"),
-        (sqlite_error(), "SQLITE_CONSTRAINT_CHECK"),
+        (sqlite_error(), "SQLITE_CONSTRAINT"),
         (sqlite3.OperationalError("made by hand"), "SQLITE_ERROR"),
+        (raised(OSError(errno.EMFILE, "x"), SnapshotUnreadable), "EMFILE"),
+        (raised(OSError(errno.EROFS, "x"), StoreUnavailable), "EROFS"),
+        (raised(FileNotFoundError(2, "x"), SnapshotMissing), "SnapshotMissing"),
+        (StoreUnavailable(Path("a"), "reason"), "StoreUnavailable"),
         (ZeroDivisionError("x"), "ZeroDivisionError"),
         (MemoryError(), "MemoryError"),
     ],

@@ -759,7 +759,7 @@ def test_expiry_is_a_reason(open_store: Open, clock: Clock) -> None:
 def test_an_unreadable_file_is_a_reason_and_stays(
     root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system's refusal is a miss that names the file, and proves nothing (C09)."""
+    """The system's refusal is a miss that names the cause, and proves nothing (C09)."""
     store = open_store(memory_bytes=0)
     ids = tokens(100)
     store.insert(NS, ids, kv_of(ids))
@@ -772,7 +772,7 @@ def test_an_unreadable_file_is_a_reason_and_stays(
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refuse)
         match = ask(store, ids)
-        assert match.reason == reason("unreadable", 0, path.stem)
+        assert match.reason == reason("unreadable", 0, "EIO")
         assert store.check() == []
     assert path.exists()
     assert ask(store, ids).n_tokens == 100
@@ -1346,7 +1346,7 @@ def test_the_log_is_quiet(
         with pytest.raises(WriteFailed) as caught:
             store.flush()
     assert caught.value.n_failed == 10
-    assert store.stats().errors == {"ENOSPC": 10}
+    assert store.stats().errors == {"ENOSPC": 11}  # flush tried one again
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -1528,7 +1528,8 @@ def test_the_disk_is_least_recently_used_first(
 
 
 def test_a_full_queue_skips_the_disk_and_says_so(open_store: Open, gate: Gate) -> None:
-    """After the time given to it an insert gives up writing, and counts that."""
+    """After the time given to it an insert leaves the writing to the next flush, and
+    counts that."""
     store = open_store(queue_bytes=BUFFER, insert_timeout_s=0.0)
     three = prompts(3, 200)
     for ids in three:
@@ -1537,12 +1538,8 @@ def test_a_full_queue_skips_the_disk_and_says_so(open_store: Open, gate: Gate) -
     assert store.stats().n_pending == 1
     assert [ask(store, ids, **BIG).source for ids in three] == ["memory"] * 3
     gate.opened.set()
-    with pytest.raises(WriteFailed, match="2 insert"):
-        store.flush()
-    assert [n_disk(store, ids) for ids in three] == [200, 0, 0]
-    put(store, three[1])
     store.flush()
-    assert n_disk(store, three[1]) == 200
+    assert [n_disk(store, ids) for ids in three] == [200] * 3
 
 
 def test_a_full_queue_pushes_back(
@@ -1580,7 +1577,7 @@ def test_one_job_larger_than_the_queue_is_let_in(open_store: Open) -> None:
 def test_flush_tells_once_what_the_writer_met(
     open_store: Open, failing: Callable[[], Any]
 ) -> None:
-    """The first cause and how many; after that the slate is clean."""
+    """The first cause and how many; what memory still has is tried once more."""
     store = open_store()
     first, second = prompts(2)
     with failing():
@@ -1590,11 +1587,9 @@ def test_flush_tells_once_what_the_writer_met(
             store.flush()
     assert caught.value.n_failed == 2
     assert isinstance(caught.value.__cause__, OSError)
-    store.flush()
     assert ask(store, first).source == "memory"
-    store.insert(NS, first, kv_of(first))
     store.flush()
-    assert [n_disk(store, ids) for ids in (first, second)] == [100, 0]
+    assert [n_disk(store, ids) for ids in (first, second)] == [100, 100]
 
 
 def test_flush_does_not_call_a_lost_use_a_lost_insert(
@@ -1858,6 +1853,7 @@ def test_damage_is_a_miss_and_is_gone(
     match = ask(store, ids)
     assert (match.n_tokens, match.reason) == (0, reason("damaged", 0, name))
     assert sum(store.stats().errors.values()) == 1
+    store.flush()
     assert [info.end for info in store.snapshots()] == [100]
     assert not path.is_file()
     assert ask(store, ids).reason == reason("diverged-at", 0)
@@ -1887,6 +1883,7 @@ def test_a_foreign_snapshot_is_a_miss(
     (path,), (foreign,) = files(root), files(tmp_path / "other")
     shutil.copyfile(foreign, path)
     assert ask(store, ids).reason == reason("damaged", 0, path.stem)
+    store.flush()
     assert files(root) == []
 
 
@@ -1905,6 +1902,7 @@ def test_damage_in_a_chain_costs_what_stands_on_it(
     match = ask(store, ids)
     assert (match.n_tokens, match.source) == (100, "disk")
     assert match.reason == reason("damaged", 100, middle)
+    store.flush()
     assert len(files(root)) == 1
 
 
@@ -1945,7 +1943,7 @@ def test_a_failed_read_verifies_nothing(
     match = ask(store, ids)  # it may try again at once, but not serve the flipped bit
     monkeypatch.undo()
     assert failed
-    if match.reason == reason("unreadable", 0, path.stem):
+    if match.reason == reason("unreadable", 0, "EIO"):
         match = ask(store, ids)
     assert match.reason == reason("damaged", 0, path.stem)
 
@@ -2024,7 +2022,7 @@ def test_a_full_disk_costs_no_more_than_itself(root: Path, open_store: Open) -> 
     """Inserts return, nothing half is left, and it works when space returns (R11)."""
     out = run(
         """
-        import resource
+        import resource, sqlite3
         store = PromptStore.open(root)
         one, two, three = ([n, *tokens(399, seed=n)] for n in range(3))
         store.insert(NS, one, kv_of(one))
@@ -2040,7 +2038,7 @@ def test_a_full_disk_costs_no_more_than_itself(root: Path, open_store: Open) -> 
                 store.flush()
                 print("no error")
             except WriteFailed as error:
-                print(type(error.__cause__).__name__)
+                print(isinstance(error.__cause__, (OSError, sqlite3.Error)))
             assert store.match(NS, [*two, 0]).source == "memory"
             assert store.match(NS, [*one, 0]).n_tokens == 400
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -2052,7 +2050,7 @@ def test_a_full_disk_costs_no_more_than_itself(root: Path, open_store: Open) -> 
         """,
         root,
     )
-    assert out.splitlines() == ["OSError", "0 []", "OperationalError", "0 []"]
+    assert out.splitlines() == ["True", "0 []"] * 2
     store = open_store()
     for number in range(3):
         assert n_disk(store, [number, *tokens(399, seed=number)]) == 400
@@ -2387,10 +2385,11 @@ def test_a_full_queue_does_not_delay_a_match(
 
 def test_the_store_keeps_no_model_alive(root: Path) -> None:
     """When caller and store have let go, model and KV are gone (S02)."""
+    arguments = tiny_model().args  # it stays for other tests
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    model: Any = Model(tiny_model().args)
+    model: Any = Model(arguments)
     mx.eval(model.parameters())
     model.custom = bytearray(8)
     alive = weakref.ref(model)

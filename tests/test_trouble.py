@@ -13,7 +13,7 @@ from builders import kv_of, tokens
 from mlx_lm.models.cache import make_prompt_cache
 from test_architectures import build, config_of
 
-from promptstore import Namespace, PromptStore, ReasonKind, WriteFailed, snapshot
+from promptstore import Namespace, PromptStore, ReasonKind, snapshot
 from promptstore.mlx_lm import prefill
 from promptstore.snapshot import read
 
@@ -124,8 +124,9 @@ def test_a_flush_keeps_its_deadline_in_write_back(
         store.flush(0.2)
     assert time.monotonic() - start < 60
     hang.set()
-    with pytest.raises(WriteFailed, match="no room in the writer's queue"):
-        store.close()
+    store.close()
+    with PromptStore.open(tmp_path) as store:
+        assert store.stats().n_snapshots == 5
 
 
 def test_delete_reaches_what_memory_has_of_it_and_no_more(tmp_path: Path) -> None:

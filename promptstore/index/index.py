@@ -85,13 +85,9 @@ class Index:
             until_ns: Until when the snapshots must live. Default: now.
         """
         until_ns = time.time_ns() if until_ns is None else until_ns
-        with self._lock:
-            self._db.execute("begin")  # one view of the tree for all its steps
-            try:
-                search = Search(self._db, layout, tokens, until_ns)
-                return search.run_whole() if layout.is_whole else search.run()
-            finally:
-                self._db.execute("commit")
+        with self._transaction("begin"):  # one view of the tree for all its steps
+            search = Search(self._db, layout, tokens, until_ns)
+            return search.run_whole() if layout.is_whole else search.run()
 
     def row_at(self, layout: Layout, tokens: Tokens) -> Row | None:
         """Return the snapshot that ends with exactly *tokens*, a checkpoint first."""
@@ -496,12 +492,17 @@ class Index:
             self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
         reach("evict: log truncated")
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> contextlib.AbstractContextManager[None]:
         """Hold the write lock of the database; commit, or roll back on an error."""
+        # A deferred BEGIN that reads first fails at once when another writes.
+        return self._transaction("begin immediate")
+
+    @contextlib.contextmanager
+    def _transaction(self, begin: str) -> Iterator[None]:
         with self._lock:
-            # A deferred BEGIN that reads first fails at once when another writes.
-            self._db.execute("begin immediate")
+            if self._db.in_transaction:  # the last one could not even be rolled back
+                self._db.execute("rollback")
+            self._db.execute(begin)
             try:
                 yield
                 self._db.execute("commit")

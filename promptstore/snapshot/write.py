@@ -59,9 +59,14 @@ def _create_locked(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_TRIES):
         fd = os.open(path, flags, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
             os.fchmod(fd, 0o600)  # whatever the umask
+            is_there = os.fstat(fd).st_nlink > 0
+        except BaseException:
+            os.close(fd)
+            raise
+        if is_there:
             return fd
         os.close(fd)  # swept up by another process before it was locked
     raise FileNotFoundError(errno.ENOENT, "was swept up at once", str(path))
