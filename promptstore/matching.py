@@ -229,7 +229,7 @@ class Matcher:
         if self._disk.index.has(row.name):
             self._counters.trouble(error)
             if not self._disk.read_only:
-                self._disk.remove([row.id])
+                self._disk.drop(row)
         return Reason(ReasonKind.DAMAGED, row.start, row.name), row
 
     def _note_use(self, ids: Iterable[int]) -> None:
