@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from promptstore import eviction, snapshot
+from promptstore import eviction, rebuild, snapshot
 from promptstore.errors import DailyLimit, NoSpace, PromptStoreError, TooLarge
 from promptstore.failpoints import reach
 from promptstore.index import Row
@@ -101,6 +101,7 @@ class Budget:
         bound, error = self._bound(nbytes)
         if root.nbytes() + nbytes <= bound:
             return
+        root.remove_damaged_index()
         index.truncate_log()
         spare |= self._leased()
         stays = root.nbytes() - index.nbytes() + index.protected_nbytes(spare)
@@ -125,6 +126,7 @@ class Budget:
     def evict(self, max_bytes: int) -> None:
         """Evict leaves until everything under the root is within *max_bytes*."""
         self.sweep()
+        self._volume.root.remove_damaged_index()
         self._evict(max_bytes, self._leased())
 
     def _evict(self, max_bytes: int, spare: frozenset[int]) -> None:
@@ -137,7 +139,7 @@ class Budget:
                 return
             if index.remove_leaf(one.id):
                 reach("evict: row gone")
-                total -= root.unlink(one.name)
+                total -= self._volume.unlink_one(one.name)
                 reach("evict: file gone")
                 self.n_evicted += 1
 
@@ -157,16 +159,24 @@ class Budget:
         return root.nbytes() - root.index_nbytes() - self._volume.writer.nbytes()
 
     def sweep(self) -> None:
-        """Remove files of ours that no row knows and no process is making."""
-        root = self._volume.root
-        names = self._volume.writer.names()
-        known = {root.path_of(name) for name in names if is_name(name)}
-        for path in root.files():
-            if path not in known and root.is_ours(path) and self.is_orphan(path):
-                # What cannot be removed counts, but must not end all writing.
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-                    reach("sweep: file gone")
+        """Remove files of ours that no row knows and no process is making; but those
+        that are whole get a row again, for the index may be what has lost them."""
+        root, writer = self._volume.root, self._volume.writer
+        known = {root.path_of(name) for name in writer.names() if is_name(name)}
+        lost = [
+            path
+            for path in root.files()
+            if path not in known and root.is_ours(path) and self.is_orphan(path)
+        ]
+        if not lost:
+            return
+        whole = [path for path in lost if root.is_final(path)]
+        bad = {path for path in lost if not root.is_final(path)}
+        for path in bad.union(rebuild.adopt(writer, root, whole)):
+            # What cannot be removed counts, but must not end all writing.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                reach("sweep: file gone")
 
     def is_orphan(self, path: Path) -> bool:
         """Whether no row knows a file of ours, and no process is making it."""

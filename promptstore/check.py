@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Literal
 
 from promptstore.disk import DiskTier
 from promptstore.errors import (
+    IndexDamaged,
     SnapshotCorrupt,
     SnapshotMissing,
     SnapshotUnreadable,
     SnapshotUnsupported,
 )
 from promptstore.index import Row
-from promptstore.layers import from_text
-from promptstore.root import is_name
+from promptstore.rebuild import is_whole
 from promptstore.snapshot import left_as_found, read_contents
 from promptstore.types import Finding
 
@@ -31,36 +32,75 @@ def check(disk: DiskTier) -> list[Finding]:
         findings.append(Finding("index", "index.db", "SQLite finds it damaged"))
     # Files before rows: a row that comes meanwhile must not make its file an orphan.
     files = disk.root.files()
+    foreign = [
+        Finding("foreign", str(path.relative_to(disk.root.path)), "is not ours")
+        for path in files
+        if not disk.root.is_ours(path)
+    ]
+    try:
+        return findings + _check_rows(disk, files) + foreign
+    except IndexDamaged as error:
+        index = Finding("index", "index.db", str(error))
+        return [index, *_check_files(disk), *foreign]
+
+
+def _check_rows(disk: DiskTier, files: Iterable[Path]) -> list[Finding]:
+    """Verify each file against its row, and find those without one."""
+    findings = []
     rows = disk.index.rows()
     for row in rows:
         # What cannot be read proves nothing: the system's trouble, or another version.
         with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
             finding = verify_row(disk, row)
             findings += [finding] if finding is not None else []
-    known = {disk.root.path_of(row.name) for row in rows if is_name(row.name)}
+    known = {disk.root.path_of(row.name) for row in rows}
     for path in files:
-        if not disk.root.is_ours(path):
-            findings.append(
-                Finding("foreign", str(path.relative_to(disk.root.path)), "is not ours")
-            )
-        elif path not in known and disk.budget.is_orphan(path):
+        is_lost = disk.root.is_ours(path) and path not in known
+        if is_lost and disk.budget.is_orphan(path):
             findings.append(Finding("orphan", path.stem, "a file without a row"))
     return findings
 
 
+def _check_files(disk: DiskTier) -> list[Finding]:
+    """Verify each file against itself, where no row can be read."""
+    findings = []
+    for path in disk.root.snapshots():
+        with contextlib.suppress(SnapshotUnreadable):
+            if not is_whole(path):
+                message = "is not what it says of itself"
+                findings.append(Finding("corrupt", path.stem, message))
+    return findings
+
+
 def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
-    """Mend what `check` found: drop rows and files that are proven to be no good.
+    """Mend what `check` found: drop rows and files that are proven to be no good, make
+    a damaged index anew from the files, and give good files without a row theirs.
 
     Foreign files are left alone. What continues a dropped snapshot goes with it.
     """
+    found = list(findings)
     kinds: set[Literal["dangling", "corrupt"]] = {"dangling", "corrupt"}
-    names = {finding.name for finding in findings if finding.kind in kinds}
+    names = {finding.name for finding in found if finding.kind in kinds}
+    if any(finding.kind == "index" for finding in found):
+        _rebuild(disk, names)
     rows = {row.id: row for row in disk.index.rows()}
     bad = {row.id for row in rows.values() if row.name in names}
     bad |= {row.id for row in rows.values() if row.parent not in {None, *rows}}
     disk.remove(bad)
     disk.forget_lost_prefixes()
     disk.budget.sweep()
+
+
+def _rebuild(disk: DiskTier, bad: set[str]) -> None:
+    """Make the index anew, without the files of that name that prove to be damaged.
+
+    What the index says of them, and of what continues them, is not to be trusted.
+    """
+    for path in disk.root.snapshots():
+        if path.stem in bad and not is_whole(path):
+            path.unlink(missing_ok=True)
+    disk.volume.distrust("its index.db was found damaged by a check")
+    disk.volume.stay_in_place()
 
 
 def verify_row(
@@ -82,12 +122,18 @@ def verify_row(
     try:
         difference = _difference(disk, row, on_read)
         if difference:
-            finding = Finding("corrupt", row.name, difference)
+            finding = _blame(disk, row, difference)
     except SnapshotMissing as error:
         finding = Finding("dangling", row.name, str(error))
     except SnapshotCorrupt as error:
-        finding = Finding("corrupt", row.name, str(error))
+        finding = _blame(disk, row, str(error))
     return finding if finding is not None and disk.index.has(row.name) else None
+
+
+def _blame(disk: DiskTier, row: Row, message: str) -> Finding:
+    """Say which of a row and its file, which differ, is the damaged one."""
+    whole = is_whole(disk.root.path_of(row.name))
+    return Finding("index" if whole else "corrupt", row.name, message)
 
 
 def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str:
@@ -96,15 +142,15 @@ def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str
     if described is None:
         return ""  # the last snapshot of its layout was deleted meanwhile
     namespace, text = described
-    path = disk.root.find(row.name)
-    with left_as_found(path), disk.open(row, from_text(text)) as file:
+    layers, path = disk.layers_of(text), disk.root.find(row.name)
+    with left_as_found(path), disk.open(row, layers) as file:
         file.verify_all(on_read)
         contents, tokens, written = read_contents(path)
     parent = None if row.parent is None else disk.index.name_of(row.parent)
     digest = disk.index.end_digest(row)
     says = {
         "namespace": (asdict(namespace), contents.namespace),
-        "layers": (from_text(text), contents.layers),
+        "layers": (layers, contents.layers),
         "parent": (parent, contents.parent),
         "extent": (row.extent, contents.extent),
         "first token": (row.first_token, int(tokens[0]) if len(tokens) else None),

@@ -17,15 +17,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from promptstore import access, delta, prefix, resume, snapshot
+from promptstore import access, delta, prefix, rebuild, resume, snapshot
 from promptstore.admission import Admission, is_seen
 from promptstore.budget import Budget, Limits
 from promptstore.delta import NewSnapshot
-from promptstore.errors import NoSpace, NotCovered, SnapshotCorrupt, TooLarge
+from promptstore.errors import (
+    IndexDamaged,
+    NoSpace,
+    NotCovered,
+    SnapshotCorrupt,
+    TooLarge,
+)
 from promptstore.extent import Extent, Shape
 from promptstore.failpoints import reach
 from promptstore.index import (
@@ -46,6 +52,7 @@ from promptstore.tokens import Tokens
 from promptstore.types import Namespace
 from promptstore.volume import Volume
 
+T = TypeVar("T")
 _TRIES = 4
 _MAX_CHECKPOINTS = 16
 
@@ -134,7 +141,7 @@ class DiskTier:
         self._verify = verify
         self._verified: set[Key] = set()
         self._uses: dict[int, tuple[int, int]] = {}
-        self._condemned: set[int] = set()
+        self._condemned: dict[int, Row] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(N_THREADS, "promptstore-reader")
         self._ahead = ThreadPoolExecutor(1, "promptstore-prefetch")
@@ -187,12 +194,20 @@ class DiskTier:
         Returns:
             What was found, and how many layouts did not fit.
         """
-        self.volume.stay_in_place()
+        return self.ask(lambda: self._look_up(namespace, tokens, fits, without))
+
+    def _look_up(
+        self,
+        namespace: Namespace,
+        tokens: Tokens,
+        fits: Callable[[Layers], bool],
+        without: frozenset[int],
+    ) -> tuple[LookUp | None, int]:
         best, n_misfits = None, 0
         index = self.index  # another thread may put a new one in its place
         for layout in index.layouts(namespace):
-            layers = _layers_of(layout)
-            if layers is None or not resume.is_known(layers) or not fits(layers):
+            layers = self.layers_of(layout.layers)
+            if not resume.is_known(layers) or not fits(layers):
                 n_misfits += 1
                 continue
             found = index.find(layout, tokens)
@@ -202,9 +217,39 @@ class DiskTier:
                 best = look_up
         return best, n_misfits
 
+    def layers_of(self, text: str) -> Layers:
+        """Return the layers that a row of the index tells.
+
+        Raises:
+            IndexDamaged: It tells none.
+        """
+        try:
+            return from_text(text)
+        except ValueError as error:
+            reason = f"its index.db is wrong about a layout: {error}"
+            raise self.volume.distrust(reason) from error
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Return the answer of the index that is in place; if it proves to be damaged,
+        that of the one that is made in its place."""
+        self.volume.stay_in_place()
+        try:
+            return question()
+        except IndexDamaged:
+            if self.read_only:
+                raise
+            self.volume.stay_in_place()
+            return question()
+
+    def row(self, id_: int) -> Row | None:
+        """Return a snapshot, if it is still there."""
+        return self.ask(lambda: self.index.row(id_))
+
     def n_stored(self, new: NewSnapshot) -> int:
         """Return how much of a prompt is stored, in snapshots that live as long."""
-        self.volume.stay_in_place()
+        return self.ask(lambda: self._n_stored(new))
+
+    def _n_stored(self, new: NewSnapshot) -> int:
         index = self.index
         for layout in index.layouts(new.namespace):
             if layout.layers == new.text:
@@ -269,36 +314,41 @@ class DiskTier:
             OSError, sqlite3.Error: As the system says.
         """
         try:
+            if not self.ask(lambda: self._admits(new)):
+                return None
             return self._save(new)
         except BaseException:
             self.budget.expect_strays()
             raise
 
-    def _save(self, new: NewSnapshot) -> tuple[int, ...] | None:
-        self.volume.stay_in_place()
+    def _save(self, new: NewSnapshot) -> tuple[int, ...]:
         n_before = self.bytes_written
         for _ in range(_TRIES):
-            self.volume.unlink(self._writer.remove_expired())
-            layout = self._writer.layout(new.namespace, new.text)
-            if not self._admits(layout, new):
-                return None
             with contextlib.suppress(Gone):
-                found = self._save_rows(layout, new)
-                if found.n_tokens < len(new.tokens):
-                    return ()  # it did not live longer than its own writing
-                if self._needs_checkpoint(layout, new, found):
-                    self._write(layout, new, found, delta.of_checkpoint(new, found))
-                    self._thin_out(found)
-                ids = self._mark(layout, new, found)
-                self._keep_budget(ids, is_new=self.bytes_written > n_before)
-                return ids
+                ids = self.ask(lambda: self._save_once(new, n_before))
+                if self.volume.is_in_place():
+                    return ids  # else it may be in an index that was replaced
         raise NotCovered("what it continues was evicted again and again")
 
-    def _admits(self, layout: Layout, new: NewSnapshot) -> bool:
+    def _admits(self, new: NewSnapshot) -> bool:
         """Whether a prompt is worth writing, asked once for each insert."""
         if self._admission == "always" or new.is_special:
             return True
+        layout = self._writer.layout(new.namespace, new.text)
         return is_seen(self._writer, layout, new)
+
+    def _save_once(self, new: NewSnapshot, n_before: int) -> tuple[int, ...]:
+        layout = self._writer.layout(new.namespace, new.text)
+        self.volume.unlink(self._writer.remove_expired())
+        found = self._save_rows(layout, new)
+        if found.n_tokens < len(new.tokens):
+            return ()  # it did not live longer than its own writing
+        if self._needs_checkpoint(layout, new, found):
+            self._write(layout, new, found, delta.of_checkpoint(new, found))
+            self._thin_out(found)
+        ids = self._mark(layout, new, found)
+        self._keep_budget(ids, is_new=self.bytes_written > n_before)
+        return ids
 
     def _save_rows(self, layout: Layout, new: NewSnapshot) -> Found:
         """Write the rows that the chain lacks; return the chain that has them all.
@@ -382,6 +432,7 @@ class DiskTier:
                 checksums=written.checksums,
                 kind=new.kind,
                 expires_ns=new.expires_ns,
+                created_ns=contents.created_ns,
             )
             try:
                 self._writer.add(row)
@@ -434,8 +485,7 @@ class DiskTier:
 
     def evict(self, max_bytes: int) -> None:
         """Evict leaves until everything under the root is within *max_bytes*."""
-        self.volume.stay_in_place()
-        self.budget.evict(max_bytes)
+        self.ask(lambda: self.budget.evict(max_bytes))
 
     def remove_prompts(self, rows: Iterable[Row]) -> list[Row]:
         """Remove prompts and what continues them; return their rows.
@@ -443,14 +493,14 @@ class DiskTier:
         A checkpoint goes with the rows that end where it stands: they are one prompt.
         Nothing of them is left in the index.
         """
+        self.root.remove_damaged_index()  # which tells of them as well
         return self._erase([self._writer.prompt_of(row) for row in rows])
 
     def remove_tenant(self, tenant: str) -> list[Row]:
         """Remove all snapshots of a tenant, as `remove_prompts` does."""
-        self.volume.stay_in_place()
-        removed = self._erase(self._writer.ids_of_tenant(tenant))
-        self.budget.sweep()  # files of deletions and insertions that were killed
-        return removed
+        self.ask(self.budget.sweep)  # what deletions left that were killed has rows now
+        self.root.remove_damaged_index()
+        return self._erase(self._writer.ids_of_tenant(tenant))
 
     def _erase(self, ids: Iterable[int]) -> list[Row]:
         removed = self.remove(ids)
@@ -464,6 +514,19 @@ class DiskTier:
         self.volume.unlink(removed)
         return removed
 
+    def drop(self, row: Row) -> None:
+        """Drop a snapshot whose file is not what its row says, with what continues it.
+
+        If the file is what it says of itself, the index is damaged, and is rebuilt.
+
+        Raises:
+            SnapshotUnreadable: The system refused; nothing is proven.
+        """
+        if rebuild.is_whole(self.root.path_of(row.name)):
+            self.volume.distrust(f"its index.db is wrong about snapshot {row.name}")
+        else:
+            self.remove([row.id])
+
     def forget_lost_prefixes(self) -> None:
         """Remove digests of snapshots that are gone."""
         self._writer.remove_lost_prefixes()
@@ -476,23 +539,25 @@ class DiskTier:
         """Protect snapshots from eviction, or stop doing so."""
         self._writer.set_pinned(ids, pinned)
 
-    def condemn(self, id_: int) -> bool:
-        """Note a snapshot that is proven bad; return whether `remove_condemned` must be
+    def condemn(self, row: Row) -> bool:
+        """Note a snapshot that is proven bad; return whether `drop_condemned` must be
         scheduled. A match must not wait for the lock that removing takes."""
         with self._lock:
-            is_new = id_ not in self._condemned
-            self._condemned.add(id_)
+            is_new = row.id not in self._condemned
+            self._condemned[row.id] = row
             return is_new
 
-    def remove_condemned(self) -> None:
-        """Remove what was noted as bad. On the writer's thread."""
+    def drop_condemned(self) -> None:
+        """Drop what was noted as bad. On the writer's thread."""
         with self._lock:
-            condemned = frozenset(self._condemned)
+            condemned = list(self._condemned.values())
         try:
-            self.remove(condemned)
+            for row in condemned:
+                self.drop(row)
         finally:
             with self._lock:
-                self._condemned -= condemned
+                for row in condemned:
+                    self._condemned.pop(row.id, None)
 
     # ----------------------------------------------------------------- uses
 
@@ -512,14 +577,6 @@ class DiskTier:
             uses, self._uses = self._uses, {}
         self._writer.touch((id_, now, n_hits) for id_, (now, n_hits) in uses.items())
         reach("uses: written")
-
-
-def _layers_of(layout: Layout) -> Layers | None:
-    """Return the layers of a layout, or ``None`` if its row is damaged."""
-    try:
-        return from_text(layout.layers)
-    except ValueError:
-        return None
 
 
 def _plan(

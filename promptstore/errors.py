@@ -5,7 +5,8 @@
     PromptStoreError
     ├── StoreClosed            used after close(), or in a forked child
     ├── StoreUnavailable       the directory cannot be used as a store
-    │   └── StoreTooNew        written by a newer version of promptstore
+    │   ├── StoreTooNew        written by a newer version of promptstore
+    │   └── IndexDamaged       index.db is proven to be damaged, or not ours
     ├── SnapshotError          one snapshot file cannot be used
     │   ├── SnapshotMissing    a row without a file
     │   ├── SnapshotCorrupt    proven damage: checksum, size or header is wrong
@@ -59,6 +60,20 @@ class StoreTooNew(StoreUnavailable):
             "upgrade mlx-promptstore or use another directory",
         )
         self.unknown = unknown
+
+
+class IndexDamaged(StoreUnavailable):
+    """The index is proven to be damaged, gone, or not one of ours.
+
+    A store that may write sets it aside and makes it anew from the snapshots.
+
+    Attributes:
+        foreign: Whether it is somebody else's, which is never removed.
+    """
+
+    def __init__(self, path: Path, reason: str, *, foreign: bool = False) -> None:
+        super().__init__(path, reason)
+        self.foreign = foreign
 
 
 class SnapshotError(PromptStoreError):

@@ -232,8 +232,8 @@ class Matcher:
         # A file that another process has just evicted is missing with its row.
         if self._disk.index.has(row.name):
             self._counters.trouble(error)
-            if not self._disk.read_only and self._disk.condemn(row.id):
-                self._later(self._disk.remove_condemned)
+            if not self._disk.read_only and self._disk.condemn(row):
+                self._later(self._disk.drop_condemned)
         return Reason(ReasonKind.DAMAGED, row.start, row.name), row
 
     def _note_use(self, ids: Iterable[int]) -> None:

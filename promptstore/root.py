@@ -24,7 +24,11 @@ from promptstore.usage import Usage
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
 _NAME = re.compile("[0-9a-f]{32}")
-_OWN = frozenset({"index.db", "index.db-wal", "index.db-shm", "store.lock"})
+INDEX_SUFFIXES = ("", "-wal", "-shm", "-journal")
+"""What SQLite appends to the name of a database for the files beside it."""
+_OWN = re.compile(
+    r"store\.lock|index\.db(\.new|\.damaged|\.foreign-\d+)?(-wal|-shm|-journal)?"
+)
 
 
 class Root:
@@ -39,6 +43,8 @@ class Root:
         self.path = path
         self._snapshots = path / "snapshots"
         self.index = path / "index.db"
+        self.new_index = path / "index.db.new"
+        self.damaged_index = path / "index.db.damaged"
         self.lock = path / "store.lock"
         self._full_sync = full_sync
         self._usage = Usage(path, _is_final_name)
@@ -120,19 +126,19 @@ class Root:
         if not final.parent.exists():
             _make_private(final.parent.parent)
             _make_private(final.parent)
-            self._sync(final.parent.parent)
+            self.sync(final.parent.parent)
             reach("insert: folder made")
         try:
             with snapshot.create(temporary) as fd:
                 reach("insert: file made")
 
                 def publish() -> None:
-                    self._sync(fd)
+                    self.sync(fd)
                     reach("insert: file synced")
                     os.rename(temporary, final)
                     reach("insert: file renamed")
                     # A row must not survive a power cut without its file.
-                    self._sync(final.parent)
+                    self.sync(final.parent)
                     reach("insert: directory synced")
 
                 yield fd, publish
@@ -140,7 +146,7 @@ class Root:
             temporary.unlink(missing_ok=True)
             reach("insert: file closed")
 
-    def _sync(self, file: int | Path) -> None:
+    def sync(self, file: int | Path) -> None:
         """Have the system write a file, or the names in a directory, to the device."""
         if isinstance(file, int):
             return _sync(file, full=self._full_sync)
@@ -155,11 +161,12 @@ class Root:
         return self._usage.nbytes()
 
     def index_nbytes(self) -> int:
-        """Return the bytes of the index, with its log."""
+        """Return the bytes of the index, with its log, and of those set aside."""
         nbytes = 0
-        for name in _OWN:
+        for path in self.path.iterdir():
             with contextlib.suppress(OSError):
-                nbytes += (self.path / name).stat(follow_symlinks=False).st_size
+                if _OWN.fullmatch(path.name):
+                    nbytes += path.stat(follow_symlinks=False).st_size
         return nbytes
 
     def free_bytes(self) -> int:
@@ -168,12 +175,19 @@ class Root:
         return info.f_bavail * info.f_frsize
 
     def files(self) -> list[Path]:
-        """Return every file under the root but the index and the lock."""
+        """Return every file under the root but the lock, and the index in whatever
+        state."""
         return [
             path
             for path, _ in _files(self.path)
-            if path.parent != self.path or path.name not in _OWN
+            if path.parent != self.path or not _OWN.fullmatch(path.name)
         ]
+
+    def snapshots(self) -> Iterator[Path]:
+        """Yield every file that has the place and the final name of a snapshot."""
+        for path, _ in _files(self.path / "snapshots"):
+            if self.is_final(path) and self.is_ours(path):
+                yield path
 
     def is_ours(self, path: Path) -> bool:
         """Whether a file has the place and the name of a snapshot."""
@@ -204,6 +218,10 @@ class Root:
             return 0
         return info.st_size
 
+    def remove_damaged_index(self) -> None:
+        """Remove the index that was set aside; it tells of prompts as the real one."""
+        remove_index(self.damaged_index)
+
     def identity(self) -> tuple[int, int] | None:
         """Return what tells the index from another at its place; None if it is gone."""
         try:
@@ -211,6 +229,13 @@ class Root:
         except OSError:
             return None
         return info.st_dev, info.st_ino
+
+
+def remove_index(path: Path) -> None:
+    """Remove a database with the files beside it."""
+    for suffix in INDEX_SUFFIXES:
+        with contextlib.suppress(OSError):  # what remains shows when it is in the way
+            os.unlink(f"{path}{suffix}")
 
 
 def is_name(text: str) -> bool:

@@ -69,8 +69,7 @@ def scrub(
     ids = disk.index.unverified(now_ns - int(max_age_s * 1e9), now_ns)
     for n_done, id_ in enumerate(ids):
         progress(n_done, len(ids))
-        disk.volume.stay_in_place()
-        row = disk.index.row(id_)
+        row = disk.row(id_)
         if row is None:
             continue  # evicted meanwhile, or dropped with what it continued
         try:
@@ -84,7 +83,9 @@ def scrub(
             if not is_dry:
                 disk.note_verified(id_)
             continue
-        if not is_dry:
+        if not is_dry and finding.kind == "index":
+            disk.volume.distrust(f"its index.db is wrong about snapshot {row.name}")
+        elif not is_dry:
             disk.remove([id_])
         yield finding
     progress(len(ids), len(ids))

@@ -81,6 +81,7 @@ class PromptStore:
         memory.on_evict = self._saver.save_evicted
         if disk is not None:
             disk.on_replaced = memory.forget_disk
+            disk.volume.hear_of_damage(counters.trouble)
         self._pid = os.getpid()
         self._closed = False
         # A daemon thread dies with the interpreter; what is queued must not.
@@ -337,9 +338,10 @@ class PromptStore:
             namespace: Only this one's.
         """
         self._require_open()
-        if self._disk is None:
+        disk = self._disk
+        if disk is None:
             return
-        for row in self._disk.index.rows():
+        for row in disk.ask(lambda: disk.index.rows()):
             info = self._info(row)
             if info is not None and (namespace is None or info.namespace == namespace):
                 yield info
@@ -561,10 +563,11 @@ class PromptStore:
         self._require_open()
         if self._disk is not None:
             self._require_writable(self._disk)
-        rows = self._disk.index.named(id_or_label) if self._disk is not None else []
-        if self._disk is None or not rows:
+        disk = self._disk
+        rows = disk.ask(lambda: disk.index.named(id_or_label)) if disk else []
+        if disk is None or not rows:
             raise UnknownSnapshot(id_or_label)
-        return self._disk, rows
+        return disk, rows
 
     def _require_writable(self, disk: DiskTier) -> None:
         if disk.read_only:

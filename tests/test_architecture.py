@@ -56,19 +56,24 @@ ALLOWED: dict[str, set[str]] = {
         "ranges", "resume", "tokens", "types",
     },
     "root": {"errors", "failpoints", "snapshot", "usage"},
-    "volume": {"errors", "failpoints", "index", "root"},
+    "rebuild": {
+        "errors", "extent", "failpoints", "index", "layers", "prefix", "root",
+        "snapshot", "tokens", "types",
+    },
+    "volume": {"errors", "failpoints", "index", "rebuild", "root"},
     "budget": {
-        "errors", "eviction", "failpoints", "index", "root", "snapshot", "volume",
+        "errors", "eviction", "failpoints", "index", "rebuild", "root", "snapshot",
+        "volume",
     },
     "admission": {"delta", "index", "prefix"},
     "writer": {"errors"},
     "memory": {"capture", "radix", "tokens", "types"},
     "disk": {
         "access", "admission", "budget", "delta", "errors", "extent", "failpoints",
-        "index", "layers", "plan", "prefix", "restore", "resume", "root", "snapshot",
-        "tokens", "types", "volume",
+        "index", "layers", "plan", "prefix", "rebuild", "restore", "resume", "root",
+        "snapshot", "tokens", "types", "volume",
     },
-    "check": {"disk", "errors", "index", "layers", "root", "snapshot", "types"},
+    "check": {"disk", "errors", "index", "rebuild", "snapshot", "types"},
     "scrub": {"check", "disk", "errors", "types"},
     "counters": {"errors", "types"},
     "matching": {
@@ -98,6 +103,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "mlx_lm": {"codecs", "mlx_lm", "doctor", "cli"},
     "numpy": {
         "buffers", "chat", "cli", "disk", "index", "mlx_lm", "prefix", "radix",
+        "rebuild",
         "snapshot", "tokens",
     },
     "xxhash": {"prefix", "snapshot"},

@@ -322,16 +322,29 @@ def test_a_repaired_finding_may_be_old(root: Path) -> None:
         "set checksums = zeroblob(length(checksums))",
         "set checksums = substr(checksums, 17)",
         "set end_token = end_token + 1",
-        "set name = lower(hex(randomblob(16)))",
     ],
 )
-def test_an_edited_row_goes(root: Path, edit: str) -> None:
-    """What the row says of its file and the file does not confirm is found."""
+def test_an_edited_row_is_put_right(root: Path, edit: str) -> None:
+    """What the row says of a whole file, and the file does not confirm, is found, and
+    what the file says takes its place."""
     with sql(root) as db:
         db.execute(f"update snapshots {edit} where label = 'alone'")
     with opened(root) as store:
-        assert mend(store)
+        assert {finding.kind for finding in mend(store)} == {"index"}
+        assert kept(store) == PROMPTS.keys()
+
+
+def test_a_row_of_another_name_goes_and_its_file_gets_a_row(root: Path) -> None:
+    """The row points nowhere; the file is whole, and loses no more than its label."""
+    with sql(root) as db:
+        db.execute(
+            "update snapshots set name = lower(hex(randomblob(16))) "
+            "where label = 'alone'"
+        )
+    with opened(root) as store:
+        assert {finding.kind for finding in mend(store)} == {"dangling", "orphan"}
         assert kept(store) == PROMPTS.keys() - {"alone"}
+        assert store.match(NS, [*ALONE, 0]).n_tokens == len(ALONE)
         store.insert(NS, ALONE, kv_of(ALONE), label="alone")
         store.flush()
         assert kept(store) == PROMPTS.keys()
@@ -343,12 +356,14 @@ def test_an_edited_row_goes(root: Path, edit: str) -> None:
         "set tokens = (select tokens from snapshots where label = 'other')",
         "set end_digest = zeroblob(16)",
         "set first_token = first_token + 1",
-        "set layout = (select id from layouts where id != layout)",
+        "set layout = (select layout from snapshots where label = 'other')",
         "set (parent, start_token, end_token) = "
         "((select id from snapshots where label = 'base'), 1, 101)",
     ],
 )
-def test_a_row_that_is_wrong_about_its_tokens_goes(root: Path, edit: str) -> None:
+def test_a_row_that_is_wrong_about_its_tokens_is_put_right(
+    root: Path, edit: str
+) -> None:
     """A row that gives a file to other tokens, layers or parents must be found: it
     serves wrong KV, or never serves."""
     other = [3, *tokens(99, seed=7)]
@@ -359,16 +374,17 @@ def test_a_row_that_is_wrong_about_its_tokens_goes(root: Path, edit: str) -> Non
     with opened(root) as store:
         assert mend(store)
         assert store.match(NS, [*other, 0]).n_tokens == 0
-        assert kept(store) == PROMPTS.keys() - {"alone"}
+        assert kept(store) == PROMPTS.keys()
 
 
-def test_rows_without_their_parent_go(root: Path) -> None:
-    """What continues a row that is gone cannot be served, and repair drops it."""
+def test_rows_without_their_parent_get_it_back(root: Path) -> None:
+    """The file of the row that is gone is whole: it loses no more than its label."""
     with sql(root) as db:
         db.execute("delete from snapshots where label = 'base'")
     with opened(root) as store:
         assert "index" in {finding.kind for finding in mend(store)}
-        assert kept(store) == {"alone"}
+        assert kept(store) == PROMPTS.keys() - {"base"}
+        assert store.match(NS, [*BASE, 0]).n_tokens == len(BASE)
 
 
 def test_lost_digests_cost_no_prompt(root: Path) -> None:
@@ -425,7 +441,6 @@ def test_mayhem(root: Path, rows: dict[str, SnapshotInfo], seed: int) -> None:
     lost: set[str] = set()
     with sql(root) as db:
         for victim in rng.sample(sorted(rows), rng.randrange(1, 4)):
-            lost |= ON_IT[victim]
             path = path_of(root, rows[victim])
             if rng.random() < 0.3:
                 db.execute(
@@ -434,6 +449,7 @@ def test_mayhem(root: Path, rows: dict[str, SnapshotInfo], seed: int) -> None:
                     (rows[victim].id,),
                 )
             else:
+                lost |= ON_IT[victim]
                 DAMAGE[rng.choice(sorted(DAMAGE.keys() - {"foreign", "link"}))][1](path)
     for _ in range(rng.randrange(4)):
         name = secrets.token_hex(16)

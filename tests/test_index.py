@@ -74,7 +74,7 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    prepare(tmp_path / "index.db", tmp_path / "store.lock")
+    prepare(tmp_path / "index.db")
     return tmp_path / "index.db"
 
 

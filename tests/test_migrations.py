@@ -18,7 +18,7 @@ from promptstore.migrations import NAMES, migrations
 from sqlite_utils import Database, Migrations
 
 from promptstore import PromptStore, StoreTooNew, StoreUnavailable
-from promptstore.index import Index, database, prepare
+from promptstore.index import Index, database, locked, prepare
 
 # Append only: an index that was made by a released version has these names in it.
 RELEASED = ("m001_snapshots", "m002_care")
@@ -38,7 +38,8 @@ def path(root: Path) -> Path:
 
 
 def make(root: Path) -> None:
-    prepare(root / "index.db", root / "store.lock")
+    with locked(root / "store.lock"):
+        prepare(root / "index.db")
 
 
 def query(path: Path, sql: str, *args: Any) -> list[tuple[Any, ...]]:

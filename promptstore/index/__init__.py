@@ -5,12 +5,16 @@ Snapshots form a radix tree for each layout: a child continues its parent at
 the place in that tree in O(log blocks); the token ids on the way are then compared.
 """
 
-from promptstore.index.database import prepare, require_known
+from sqlite3 import Error as DatabaseError
+
+from promptstore.index.care import read_care
+from promptstore.index.database import locked, prepare, require_whole
 from promptstore.index.index import Duplicate, Gone, Index
 from promptstore.index.rows import Layout, NewRow, Row
 from promptstore.index.search import Found
 
 __all__ = [
+    "DatabaseError",
     "Duplicate",
     "Found",
     "Gone",
@@ -18,6 +22,8 @@ __all__ = [
     "Layout",
     "NewRow",
     "Row",
+    "locked",
     "prepare",
-    "require_known",
+    "read_care",
+    "require_whole",
 ]

@@ -5,67 +5,101 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from promptstore.errors import StoreTooNew, StoreUnavailable
+from promptstore.errors import IndexDamaged, StoreTooNew, StoreUnavailable
 from promptstore.failpoints import reach
 from promptstore.migrations import NAMES
 
+ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What a damaged database can raise: even SQLite's own message may be no text."""
 _BUSY_S = 5.0
 _LOG_PAGES = 100  # the log counts in the budget
+_CHECK_BYTES = 4 << 20  # takes 10 to 30 ms; larger ones are left to `check`
+_TABLES = {"namespaces", "layouts", "snapshots", "prefixes"}
 
 
-def prepare(path: Path, lock: Path) -> None:
-    """Make or migrate the database at *path*, one process at a time.
-
-    Args:
-        path: The database.
-        lock: A file to lock meanwhile.
+def prepare(path: Path) -> None:
+    """Make or migrate the database at *path*; the caller holds the store's lock.
 
     Raises:
         StoreTooNew: It has migrations that this version does not know.
-        StoreUnavailable: It is not a database.
+        IndexDamaged: It is not a database.
+        StoreUnavailable: The system refused.
     """
-    with _flock(lock):
-        reach("open: lock taken")
-        db = connect(path, read_only=False)
-        reach("open: index made")
-        try:
-            refuse_newer(db, path)
-            db.execute("pragma journal_mode = wal")
-            reach("open: log switched on")
-            if set(NAMES) - _applied(db):
-                _migrate(db)
-        except sqlite3.DatabaseError as error:
-            raise _unavailable(path, "cannot be opened", error) from error
-        finally:
-            db.close()
+    db = connect(path, read_only=False)
+    reach("open: index made")
+    try:
+        refuse_newer(db, path)
+        db.execute("pragma journal_mode = wal")
+        reach("open: log switched on")
+        if set(NAMES) - _applied(db):
+            _migrate(db)
+    except ERRORS as error:
+        raise _trouble(path, "cannot be opened", error) from error
+    finally:
+        db.close()
     for suffix in ("", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             os.chmod(f"{path}{suffix}", 0o600)
 
 
-def require_known(path: Path, *, read_only: bool) -> None:
+def require_whole(path: Path, *, read_only: bool) -> None:
     """Raise unless the database at *path* is one that this version can use.
 
     Only a connection that may write takes its -wal and -shm away with it.
 
     Raises:
         StoreTooNew: It has migrations that this version does not know.
-        StoreUnavailable: It is not a database.
+        IndexDamaged: It is damaged, blank, or of another program.
+        StoreUnavailable: The system refused; nothing is proven.
     """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise IndexDamaged(path.parent, f"its {path.name} is no file", foreign=True)
     db = connect(path, read_only=read_only)
     try:
-        refuse_newer(db, path)
+        _require_whole(db, path)
+    except ERRORS as error:
+        raise _trouble(path, "cannot be read", error) from error
     finally:
         db.close()
 
 
-def _unavailable(path: Path, problem: str, error: Exception | None) -> StoreUnavailable:
-    return StoreUnavailable(path.parent, f"its {path.name} {problem}: {error}")
+def _require_whole(db: sqlite3.Connection, path: Path) -> None:
+    refuse_newer(db, path)
+    query = "select name from sqlite_master where type = 'table'"
+    tables = {name for (name,) in db.execute(query)}
+    applied = _applied(db)
+    if tables and not applied:
+        raise IndexDamaged(
+            path.parent, f"its {path.name} is another program's", foreign=True
+        )
+    if not tables >= _TABLES:
+        raise IndexDamaged(path.parent, f"its {path.name} holds no index")
+    if path.stat().st_size <= _CHECK_BYTES:
+        (found,) = db.execute("pragma integrity_check(1)").fetchone()
+        if found != "ok":
+            raise IndexDamaged(path.parent, f"its {path.name} is damaged: {found}")
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of SQLite proves that the database is damaged. One that is
+    locked, or a disk that is full or refuses, proves nothing."""
+    if isinstance(error, UnicodeDecodeError):
+        return True
+    # A connection that was refused before SQLite was asked has no code.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _trouble(path: Path, problem: str, error: Exception | None) -> StoreUnavailable:
+    cls = IndexDamaged if error and is_damage(error) else StoreUnavailable
+    return cls(path.parent, f"its {path.name} {problem}: {error}")
 
 
 def _migrate(db: sqlite3.Connection) -> None:
@@ -77,7 +111,10 @@ def _migrate(db: sqlite3.Connection) -> None:
     db.execute("begin immediate")
     reach("migrate: begun")
     try:
+        is_new = not _applied(db)
         index_migrations.apply(Database(db, execute_plugins=False))
+        if is_new:
+            _begin_ids(db)
         reach("migrate: steps applied")
         db.execute("commit")
         reach("migrate: committed")
@@ -85,6 +122,13 @@ def _migrate(db: sqlite3.Connection) -> None:
         with contextlib.suppress(sqlite3.Error):
             db.execute("rollback")
         raise
+
+
+def _begin_ids(db: sqlite3.Connection) -> None:
+    """Let ids begin at random: one that somebody remembers of an index that was here
+    before must mean nothing in this one."""
+    first = secrets.randbits(48)
+    db.execute("insert into sqlite_sequence values ('snapshots', ?)", (first,))
 
 
 def connect(
@@ -98,8 +142,8 @@ def connect(
         if full_sync:
             db.execute("pragma synchronous = full")
             db.execute("pragma fullfsync = on")  # macOS; elsewhere it is the same
-    except (OSError, sqlite3.Error) as error:
-        raise _unavailable(path, "cannot be opened", error) from error
+    except (OSError, *ERRORS) as error:
+        raise _trouble(path, "cannot be opened", error) from error
     return db
 
 
@@ -127,13 +171,13 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
         try:
             db = _configure(sqlite3.connect(uri, uri=True, **_OPTIONS))
             db.execute("select 1 from sqlite_master").fetchone()
-        except sqlite3.Error as failure:
+        except ERRORS as failure:
             error = failure
             if db is not None:
                 db.close()
             continue
         return db
-    raise _unavailable(path, "cannot be read", error)
+    raise _trouble(path, "cannot be read", error)
 
 
 _OPTIONS: Any = {
@@ -144,6 +188,7 @@ _OPTIONS: Any = {
 
 
 def _configure(db: sqlite3.Connection) -> sqlite3.Connection:
+    db.text_factory = bytes.decode  # raises UnicodeDecodeError, not an SQL error
     db.execute("pragma foreign_keys = on")
     db.execute("pragma synchronous = normal")
     db.execute(f"pragma wal_autocheckpoint = {_LOG_PAGES}")
@@ -156,8 +201,8 @@ def _configure(db: sqlite3.Connection) -> sqlite3.Connection:
 def refuse_newer(db: sqlite3.Connection, path: Path) -> None:
     try:
         unknown = _applied(db) - set(NAMES)
-    except sqlite3.DatabaseError as error:
-        raise _unavailable(path, "is not a database", error) from error
+    except ERRORS as error:
+        raise _trouble(path, "cannot be read", error) from error
     if unknown:
         raise StoreTooNew(path.parent, tuple(sorted(unknown)))
 
@@ -173,14 +218,16 @@ def _applied(db: sqlite3.Connection) -> set[str]:
 
 
 @contextlib.contextmanager
-def _flock(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a store, which one process at a time has, while it is opened."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise _unavailable(path, "cannot be locked", error) from error
+        raise _trouble(path, "cannot be locked", error) from error
     try:
         os.fchmod(fd, 0o600)  # whatever the umask
         fcntl.flock(fd, fcntl.LOCK_EX)
+        reach("open: lock taken")
         yield
     finally:
         os.close(fd)

@@ -7,18 +7,28 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from promptstore import prefix
+from promptstore.errors import IndexDamaged
 from promptstore.eviction import Candidate
 from promptstore.failpoints import reach
-from promptstore.index.database import connect, refuse_newer
-from promptstore.index.rows import Layout, NewRow, Row, pack, select
+from promptstore.index.care import Care
+from promptstore.index.database import ERRORS, connect, is_damage, refuse_newer
+from promptstore.index.rows import (
+    BadRow,
+    Layout,
+    NewRow,
+    Row,
+    pack,
+    require_name,
+    select,
+)
 from promptstore.index.search import Found, Search, ancestors
 from promptstore.tokens import Tokens
 from promptstore.types import Namespace
@@ -29,7 +39,7 @@ _MAX_SIGHTINGS = 20_000
 
 
 class Gone(Exception):
-    """A snapshot was evicted or deleted meanwhile; look again."""
+    """A snapshot or a layout was evicted or deleted meanwhile; look again."""
 
 
 class Duplicate(Exception):
@@ -43,12 +53,16 @@ class Index:
         path: The database.
         read_only: Change nothing, not even to migrate.
         full_sync: Have each commit survive a power cut.
+
+    Attributes:
+        damage: What proved that it is damaged, once it is. Any call may raise it.
     """
 
     def __init__(
         self, path: Path, *, read_only: bool = False, full_sync: bool = False
     ) -> None:
         self.path = path
+        self.damage: IndexDamaged | None = None
         self._lock = threading.Lock()
         self._db = connect(path, read_only=read_only, full_sync=full_sync)
         try:
@@ -136,7 +150,7 @@ class Index:
 
         Shorter if what it continues has gone meanwhile.
         """
-        with self._lock:
+        with self._asking():
             chain = ancestors(self._db, row.id)
         if not chain:
             return row.tokens[:0]
@@ -178,25 +192,30 @@ class Index:
 
     def describe(self, layout: int) -> tuple[Namespace, str] | None:
         """Return the namespace and the layers of a layout, if it is still there."""
-        found = self._all(
-            "select fields, layers from layouts join namespaces "
-            "on namespaces.id = namespace where layouts.id = ?",
-            layout,
-        )
-        return (Namespace(**json.loads(found[0][0])), found[0][1]) if found else None
+        with self._asking():
+            found = self._db.execute(
+                "select digest, fields, layers from layouts join namespaces "
+                "on namespaces.id = namespace where layouts.id = ?",
+                (layout,),
+            ).fetchone()
+            if found is None:
+                return None
+            digest, fields, layers = found
+            return _namespace(digest, fields), layers
 
     def ids_of_tenant(self, tenant: str) -> list[int]:
         """Return the snapshots of all namespaces of a tenant."""
-        query = (
-            "select snapshots.id, fields from snapshots "
-            "join layouts on layouts.id = layout "
-            "join namespaces on namespaces.id = namespace"
-        )
-        return [
-            id_
-            for id_, fields in self._all(query)
-            if json.loads(fields)["tenant"] == tenant
-        ]
+        with self._asking():
+            found = self._db.execute(
+                "select snapshots.id, digest, fields from snapshots "
+                "join layouts on layouts.id = layout "
+                "join namespaces on namespaces.id = namespace"
+            )
+            return [
+                id_
+                for id_, digest, fields in found
+                if _namespace(digest, fields).tenant == tenant
+            ]
 
     def unverified(self, since_ns: int, now_ns: int) -> list[int]:
         """Return the snapshots not verified in ``(since_ns, now_ns]``, those that it
@@ -220,9 +239,9 @@ class Index:
     def is_sound(self) -> bool:
         """Whether SQLite finds the database whole."""
         try:
-            quick = self._all("pragma quick_check(1)") == [("ok",)]
-            return quick and not self._all("pragma foreign_key_check")
-        except sqlite3.DatabaseError:
+            whole = self._all("pragma integrity_check(1)") == [("ok",)]
+            return whole and not self._all("pragma foreign_key_check")
+        except IndexDamaged:
             return False
 
     # --------------------------------------------------------------- changing
@@ -260,22 +279,20 @@ class Index:
             Gone: The parent, or the layout, is no longer there.
             Duplicate: The same prompt is there already.
         """
-        now = time.time_ns()
+        created_ns = time.time_ns() if new.created_ns is None else new.created_ns
         end = len(new.tokens)
         start = new.extent.start
         own = new.tokens[start:]
         chain = prefix.Chain(new.layout.seed, new.tokens)
         with self.transaction():
-            if new.parent is not None and not self._exists(new.parent, start):
+            if not self._can_continue(new.layout.id, new.parent, start):
                 raise Gone
-            if not self._has_layout(new.layout.id):
-                raise Gone  # the last snapshot in it was deleted
             done = self._db.execute(
                 "insert into snapshots (name, layout, parent, start_token, end_token, "
                 "first_token, tokens, extent, end_digest, nbytes, checksums, kind, "
                 "created_ns, used_ns, expires_ns) "
                 "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-                "on conflict (layout, end_digest, start_token = end_token) do nothing",
+                "on conflict do nothing",
                 (
                     new.name,
                     new.layout.id,
@@ -289,8 +306,8 @@ class Index:
                     new.nbytes,
                     new.checksums,
                     new.kind,
-                    now,
-                    now,
+                    created_ns,
+                    created_ns,
                     new.expires_ns,
                 ),
             )
@@ -306,6 +323,17 @@ class Index:
                 [(chain[b], b * prefix.BLOCK, id_) for b in boundaries],
             )
         return id_
+
+    def give(self, care: Mapping[str, Care]) -> None:
+        """Give snapshots, by name, back what a former index knew of them."""
+        with self.transaction():
+            for name, each in care.items():
+                self._db.execute(
+                    "update or ignore snapshots set label = ?, pinned = ?, "
+                    "used_ns = ?, expires_ns = ?, hits = ?, verified_ns = ? "
+                    "where name = ?",
+                    (*astuple(each), name),
+                )
 
     def mark(self, row: Row, *, label: str | None, pinned: bool) -> None:
         """Give an existing snapshot what a repeated insert asks for.
@@ -359,7 +387,10 @@ class Index:
     def candidates(self) -> list[Candidate]:
         """Return what eviction needs to know of every snapshot."""
         columns = "id, name, parent, layout, nbytes, used_ns, hits, pinned, expires_ns"
-        rows = self._all(f"select {columns} from snapshots")
+        with self._asking():
+            rows = self._db.execute(f"select {columns} from snapshots").fetchall()
+            for _, name, *_ in rows:
+                require_name(name)
         return [Candidate(*row) for row in rows]
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
@@ -403,7 +434,7 @@ class Index:
         SQLite leaves in a page when it moves rows. Where another process stands in the
         way, the next one does it.
         """
-        with self._lock, contextlib.suppress(sqlite3.OperationalError):
+        with self._asking(), contextlib.suppress(sqlite3.OperationalError):
             self._db.execute("vacuum")
         reach("remove: index compacted")
         self.truncate_log()
@@ -488,7 +519,7 @@ class Index:
 
         Where the system or another process stands in the way, a later one does it.
         """
-        with self._lock, contextlib.suppress(sqlite3.OperationalError):
+        with self._asking(), contextlib.suppress(sqlite3.OperationalError):
             self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
         reach("evict: log truncated")
 
@@ -499,7 +530,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:
-        with self._lock:
+        with self._asking():
             if self._db.in_transaction:  # the last one could not even be rolled back
                 self._db.execute("rollback")
             self._db.execute(begin)
@@ -516,16 +547,34 @@ class Index:
         query = "select 1 from sqlite_master where type = 'table' and name = ?"
         return bool(self._all(query, name))
 
-    def _exists(self, id_: int, start: int) -> bool:
-        query = (
-            "select 1 from snapshots where id = ? "
-            "and start_token <= ? and end_token >= ?"
-        )
-        return self._db.execute(query, (id_, start, start)).fetchone() is not None
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Hold the connection, and note what proves that the database is damaged.
 
-    def _has_layout(self, id_: int) -> bool:
-        query = "select 1 from layouts where id = ?"
-        return self._db.execute(query, (id_,)).fetchone() is not None
+        Raises:
+            IndexDamaged: It is.
+        """
+        try:
+            with self._lock:
+                yield
+        except (*ERRORS, BadRow) as error:
+            if not isinstance(error, BadRow) and not is_damage(error):
+                raise
+            reason = f"its {self.path.name} is damaged: {error}"
+            self.damage = IndexDamaged(self.path.parent, reason)
+            raise self.damage from error
+
+    def _can_continue(self, layout: int, parent: int | None, start: int) -> bool:
+        """Whether a layout is there, and in it a parent that holds *start*."""
+        if parent is None:
+            found = self._db.execute("select 1 from layouts where id = ?", (layout,))
+        else:
+            found = self._db.execute(
+                "select 1 from snapshots where layout = ? and id = ? "
+                "and start_token <= ? and end_token >= ?",
+                (layout, parent, start, start),
+            )
+        return found.fetchone() is not None
 
     def _has_column(self, name: str) -> bool:
         """Whether snapshots have a column; an older index that is only read may lack
@@ -542,12 +591,22 @@ class Index:
         )
 
     def _all(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
-        with self._lock:
+        with self._asking():
             return self._db.execute(sql, args).fetchall()
 
     def _rows(self, where: str, *args: object) -> list[Row]:
-        with self._lock:
+        with self._asking():
             return self._select(where, *args)
 
     def _select(self, where: str, *args: object) -> list[Row]:
         return select(self._db, where, *args)
+
+
+def _namespace(digest: bytes, fields: str) -> Namespace:
+    try:
+        namespace = Namespace(**json.loads(fields))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"the row of a namespace: {error}") from error
+    if namespace.digest != digest:
+        raise BadRow("the digest of a namespace differs from its fields")
+    return namespace

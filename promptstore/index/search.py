@@ -199,7 +199,7 @@ def ancestors(db: sqlite3.Connection, id_: int) -> list[Row]:
     """Return a snapshot and all that it continues, from the root."""
     rows = select(
         db,
-        "where id in (with recursive up (id) as (select ? union all "
+        "where id in (with recursive up (id) as (select ? union "
         "select parent from snapshots join up using (id) where parent is not null) "
         "select id from up)",
         id_,

@@ -1,0 +1,81 @@
+"""What the index alone knows of a snapshot, read from one that may be damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from promptstore.errors import StoreUnavailable
+from promptstore.index.database import ERRORS, connect
+
+
+@dataclass(frozen=True)
+class Care:
+    """What users and uses made of a snapshot; names as in the table."""
+
+    label: str | None
+    pinned: int
+    used_ns: int
+    expires_ns: int | None
+    hits: int
+    verified_ns: int | None
+
+
+_COLUMNS = tuple(field.name for field in fields(Care))
+
+
+def read_care(path: Path) -> dict[str, Care]:
+    """Return, by name, what can still be read of a database in whatever state.
+
+    Nothing of it is taken for who a snapshot is, or which tokens it holds.
+    """
+    found: dict[str, Care] = {}
+    with contextlib.suppress(StoreUnavailable, *ERRORS):
+        db = connect(path, read_only=True)
+        try:
+            _read(db, found)
+        finally:
+            db.close()
+    return found
+
+
+def _read(db: sqlite3.Connection, found: dict[str, Care]) -> None:
+    """Read the rows from both ends, each time up to the first that is damaged."""
+    table = "select 1 from sqlite_master where type = 'table' and name = 'snapshots'"
+    if db.execute(table).fetchone() is None:
+        return
+    has = {
+        name
+        for (name,) in db.execute(
+            "select name from pragma_table_info(?)", ("snapshots",)
+        )
+    }
+    columns = ", ".join(name if name in has else "null" for name in _COLUMNS)
+    for order in ("asc", "desc"):
+        with contextlib.suppress(*ERRORS):
+            query = f"select name, {columns} from snapshots order by id {order}"
+            for name, *values in db.execute(query):
+                if _is_right(name, *values):
+                    found[name] = Care(*values)
+
+
+def _is_right(
+    name: Any,
+    label: Any,
+    pinned: Any,
+    used_ns: Any,
+    expires_ns: Any,
+    hits: Any,
+    verified_ns: Any,
+) -> bool:
+    """Whether values have the types that the schema gives them."""
+    return (
+        type(name) is str
+        and (label is None or (type(label) is str and bool(label.strip())))
+        and pinned in (0, 1)
+        and all(type(n) is int and n >= 0 for n in (used_ns, hits))
+        and all(n is None or type(n) is int for n in (expires_ns, verified_ns))
+    )
