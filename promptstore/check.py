@@ -17,7 +17,7 @@ from promptstore.errors import (
     SnapshotUnsupported,
 )
 from promptstore.index import Row
-from promptstore.rebuild import is_whole
+from promptstore.rebuild import is_row_at_fault, is_whole
 from promptstore.snapshot import left_as_found, read_contents
 from promptstore.types import Finding
 
@@ -132,8 +132,8 @@ def verify_row(
 
 def _blame(disk: DiskTier, row: Row, message: str) -> Finding:
     """Say which of a row and its file, which differ, is the damaged one."""
-    whole = is_whole(disk.root.path_of(row.name))
-    return Finding("index" if whole else "corrupt", row.name, message)
+    at_fault = is_row_at_fault(disk.root, row)
+    return Finding("index" if at_fault else "corrupt", row.name, message)
 
 
 def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str:

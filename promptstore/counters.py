@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from promptstore.errors import (
+    IndexDamaged,
     PromptStoreError,
     SnapshotUnreadable,
     StoreTooNew,
@@ -89,7 +90,8 @@ def cause_of(error: BaseException) -> str:
     """
     inner = error.__cause__
     is_told = isinstance(error, SnapshotUnreadable | StoreUnavailable)
-    if is_told and not isinstance(error, StoreTooNew) and inner is not None:
+    is_one = isinstance(error, StoreTooNew | IndexDamaged)
+    if is_told and not is_one and inner is not None:
         return cause_of(inner)
     if isinstance(error, PromptStoreError):
         return type(error).__name__

@@ -34,8 +34,10 @@ from promptstore.index import (
     Index,
     Layout,
     NewRow,
+    Remains,
+    Row,
     prepare,
-    read_care,
+    read_remains,
     require_whole,
 )
 from promptstore.root import INDEX_SUFFIXES, Root, remove_index
@@ -99,18 +101,32 @@ def _make_anew(root: Root, damage: IndexDamaged) -> None:
     """Build an index beside the old one, and put it into its place."""
     # Without an index a process may have died between the two renames.
     old = root.index if os.path.lexists(root.index) else root.damaged_index
-    care = read_care(old) if old.is_file() and not old.is_symlink() else {}
+    is_file = old.is_file() and not old.is_symlink()
+    remains = read_remains(old) if is_file else Remains()
+    _drop_others(root, remains)
     prepare(root.new_index)
     reach("rebuild: new index made")
     with contextlib.closing(Index(root.new_index)) as index:
         adopt(index, root, root.snapshots())
-        index.give(care)
+        index.give(remains.care)
         index.truncate_log()
     root.sync(root.new_index)
     _set_aside(root, damage)
     os.rename(root.new_index, root.index)
     root.sync(root.path)
     reach("rebuild: index in its place")
+
+
+def _drop_others(root: Root, remains: Remains) -> None:
+    """Remove files whose header is not the one that their row had the checksum of.
+
+    A match does the same: see `is_row_at_fault`.
+    """
+    for path in root.snapshots():
+        with contextlib.suppress(SnapshotError):
+            header = remains.headers.get(path.stem)
+            if header is not None and snapshot.header_checksum(path) != header:
+                path.unlink(missing_ok=True)
 
 
 def _set_aside(root: Root, damage: IndexDamaged) -> None:
@@ -270,9 +286,25 @@ def _row_of(file: _File, layout: Layout, parent: int | None, tokens: Tokens) -> 
     )
 
 
+def is_row_at_fault(root: Root, row: Row) -> bool:
+    """Whether a file and its row differ because the index is damaged.
+
+    That takes a file of which every byte is what it says of itself, and that the row
+    has the checksum of that very header: anybody can write a file that is whole.
+
+    Raises:
+        SnapshotUnreadable: The system refused; nothing is proven.
+    """
+    try:
+        path = root.find(row.name)
+        header = snapshot.header_checksum(path)
+    except (SnapshotCorrupt, SnapshotMissing):
+        return False
+    return row.checksums.startswith(header) and is_whole(path)
+
+
 def is_whole(path: Path) -> bool:
-    """Whether every byte of a file is what the file itself says. If so, a row that
-    says something else is what is wrong.
+    """Whether every byte of a file is what the file itself says.
 
     Raises:
         SnapshotUnreadable: The system refused; nothing is proven.

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from promptstore.errors import IndexDamaged
 from promptstore.index import Index, database
 from promptstore.rebuild import adopt
 from promptstore.root import Root
+from promptstore.snapshot import header, read_contents
 
 NS = Namespace("m")
 BASE = [1, *tokens(599)]
@@ -578,8 +580,8 @@ def test_a_file_that_is_being_made_is_not_adopted(root: Path) -> None:
 
 
 EDITS = [
-    "checksums = zeroblob(length(checksums))",
-    "checksums = substr(checksums, 17)",
+    "checksums = cast(substr(checksums, 1, 32) || zeroblob(32) as blob)",
+    "checksums = substr(checksums, 1, 32)",
     "nbytes = nbytes + 1",
     "extent = '{}'",
     "extent = '[[[[]]]]'",
@@ -638,6 +640,23 @@ def test_a_damaged_file_is_dropped_whatever_the_index(root: Path) -> None:
         assert store.check() == []
         assert served(store) == ALL | {"base": 0, "tip": 0, "branch": 0}
         assert len(files(root)) == 1
+
+
+def test_a_whole_file_that_the_old_index_did_not_know_so_is_dropped(root: Path) -> None:
+    """Anybody can write a file that is whole; the row had another header's checksum."""
+    with opened(root) as store:
+        (name,) = [info.id for info in store.snapshots() if info.label == "alone"]
+    path = Root(root).path_of(name)
+    contents, _, written = read_contents(path)
+    head = header.build(replace(contents, writer="else"), written.checksums[16:])
+    data = path.read_bytes()
+    path.write_bytes(head + data[-contents.shape.data_nbytes :])
+    read_contents(path)
+    lose_the_tables(root / "index.db")
+    with opened(root) as store:
+        assert served(store) == ALL | {"alone": 0}
+        assert not path.exists()
+        assert store.check() == []
 
 
 def test_a_file_that_lies_about_its_tokens_gets_no_row(root: Path) -> None:

@@ -7,7 +7,7 @@ the place in that tree in O(log blocks); the token ids on the way are then compa
 
 from sqlite3 import Error as DatabaseError
 
-from promptstore.index.care import read_care
+from promptstore.index.care import Remains, read_remains
 from promptstore.index.database import locked, prepare, require_whole
 from promptstore.index.index import Duplicate, Gone, Index
 from promptstore.index.rows import Layout, NewRow, Row
@@ -21,9 +21,10 @@ __all__ = [
     "Index",
     "Layout",
     "NewRow",
+    "Remains",
     "Row",
     "locked",
     "prepare",
-    "read_care",
+    "read_remains",
     "require_whole",
 ]

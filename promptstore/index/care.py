@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,28 @@ class Care:
     verified_ns: int | None
 
 
-_COLUMNS = tuple(field.name for field in fields(Care))
+@dataclass(frozen=True)
+class Remains:
+    """What can still be read of an index, by the names of snapshots.
+
+    Args:
+        care: What the index alone knew.
+        headers: The checksums of the headers of their files.
+    """
+
+    care: dict[str, Care] = field(default_factory=dict)
+    headers: dict[str, bytes] = field(default_factory=dict)
 
 
-def read_care(path: Path) -> dict[str, Care]:
-    """Return, by name, what can still be read of a database in whatever state.
+_COLUMNS = tuple(each.name for each in fields(Care))
+
+
+def read_remains(path: Path) -> Remains:
+    """Return what can still be read of a database in whatever state.
 
     Nothing of it is taken for who a snapshot is, or which tokens it holds.
     """
-    found: dict[str, Care] = {}
+    found = Remains()
     with contextlib.suppress(StoreUnavailable, *ERRORS):
         db = connect(path, read_only=True)
         try:
@@ -42,7 +55,7 @@ def read_care(path: Path) -> dict[str, Care]:
     return found
 
 
-def _read(db: sqlite3.Connection, found: dict[str, Care]) -> None:
+def _read(db: sqlite3.Connection, found: Remains) -> None:
     """Read the rows from both ends, each time up to the first that is damaged."""
     table = "select 1 from sqlite_master where type = 'table' and name = 'snapshots'"
     if db.execute(table).fetchone() is None:
@@ -56,10 +69,14 @@ def _read(db: sqlite3.Connection, found: dict[str, Care]) -> None:
     columns = ", ".join(name if name in has else "null" for name in _COLUMNS)
     for order in ("asc", "desc"):
         with contextlib.suppress(*ERRORS):
-            query = f"select name, {columns} from snapshots order by id {order}"
-            for name, *values in db.execute(query):
+            query = (
+                f"select name, checksums, {columns} from snapshots order by id {order}"
+            )
+            for name, sums, *values in db.execute(query):
+                if type(sums) is bytes and len(sums) >= 48 and not len(sums) % 16:
+                    found.headers[name] = sums[:16]
                 if _is_right(name, *values):
-                    found[name] = Care(*values)
+                    found.care[name] = Care(*values)
 
 
 def _is_right(

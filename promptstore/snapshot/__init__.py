@@ -20,6 +20,7 @@ from promptstore.snapshot.pages import left_as_found
 from promptstore.snapshot.read import (
     SnapshotFile,
     Stamp,
+    header_checksum,
     read_contents,
     require_plausible,
     stamp_at,
@@ -38,6 +39,7 @@ __all__ = [
     "Written",
     "copy_rows",
     "create",
+    "header_checksum",
     "is_abandoned",
     "left_as_found",
     "nbytes_of",

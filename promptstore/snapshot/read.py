@@ -328,6 +328,24 @@ def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
     return contents, tokens, Written(size, digest + sums)
 
 
+def header_checksum(path: Path) -> bytes:
+    """Return the checksum of a file's header, whatever it says.
+
+    Raises:
+        SnapshotMissing, SnapshotUnreadable: As the system says.
+        SnapshotCorrupt: It is no snapshot.
+    """
+    fd = _open(path)
+    try:
+        size = _regular(path, os.fstat(fd)).st_size
+        n_header = int.from_bytes(_pread(path, fd, min(size, 8), 0), "little")
+        if not 0 < n_header <= size - 8:
+            raise SnapshotCorrupt(path, "is no safetensors file")
+        return xxhash.xxh3_128_digest(_pread(path, fd, 8 + n_header, 0).data)
+    finally:
+        os.close(fd)
+
+
 def _pread(path: Path, fd: int, nbytes: int, offset: int) -> Rows:
     data = np.empty(nbytes, np.uint8)
     _readv(path, fd, offset, [data.data] if nbytes else [])
