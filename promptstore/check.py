@@ -17,7 +17,7 @@ from promptstore.errors import (
     SnapshotUnsupported,
 )
 from promptstore.index import Row
-from promptstore.rebuild import is_whole
+from promptstore.rebuild import is_whole, is_written
 from promptstore.snapshot import left_as_found, read_contents
 from promptstore.types import Finding
 
@@ -132,8 +132,8 @@ def verify_row(
 
 def _blame(disk: DiskTier, row: Row, message: str) -> Finding:
     """Say which of a row and its file, which differ, is the damaged one."""
-    whole = is_whole(disk.root.path_of(row.name))
-    return Finding("index" if whole else "corrupt", row.name, message)
+    was_written = is_written(disk.root.path_of(row.name), row.checksums)
+    return Finding("index" if was_written else "corrupt", row.name, message)
 
 
 def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str:

@@ -517,12 +517,12 @@ class DiskTier:
     def drop(self, row: Row) -> None:
         """Drop a snapshot whose file is not what its row says, with what continues it.
 
-        If the file is what it says of itself, the index is damaged, and is rebuilt.
+        If the file is one that was written, the index is damaged, and is rebuilt.
 
         Raises:
             SnapshotUnreadable: The system refused; nothing is proven.
         """
-        if rebuild.is_whole(self.root.path_of(row.name)):
+        if rebuild.is_written(self.root.path_of(row.name), row.checksums):
             self.volume.distrust(f"its index.db is wrong about snapshot {row.name}")
         else:
             self.remove([row.id])

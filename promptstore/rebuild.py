@@ -270,9 +270,30 @@ def _row_of(file: _File, layout: Layout, parent: int | None, tokens: Tokens) -> 
     )
 
 
+def is_written(path: Path, checksums: bytes) -> bool:
+    """Whether a file is whole, and no edited form of the one that its row describes.
+    If so, the row is what is wrong.
+
+    A file may be edited so that its own checksums agree. The row then still has the
+    checksums of some of its sections; of what is none of its own it has none.
+
+    Args:
+        path: The file.
+        checksums: Those of its row.
+
+    Raises:
+        SnapshotUnreadable: The system refused; nothing is proven.
+    """
+    if not is_whole(path):
+        return False
+    with contextlib.suppress(SnapshotError):
+        own = snapshot.read_contents(path)[2].checksums
+        return own == checksums or not snapshot.share_sections(own, checksums)
+    return False
+
+
 def is_whole(path: Path) -> bool:
-    """Whether every byte of a file is what the file itself says. If so, a row that
-    says something else is what is wrong.
+    """Whether every byte of a file is what the file itself says.
 
     Raises:
         SnapshotUnreadable: The system refused; nothing is proven.

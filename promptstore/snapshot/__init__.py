@@ -15,7 +15,13 @@ The header is padded with spaces so that the rows start on a page.
     tokens    int64, little-endian
 """
 
-from promptstore.snapshot.header import Claims, Contents, Written, nbytes_of
+from promptstore.snapshot.header import (
+    Claims,
+    Contents,
+    Written,
+    nbytes_of,
+    share_sections,
+)
 from promptstore.snapshot.pages import left_as_found
 from promptstore.snapshot.read import (
     SnapshotFile,
@@ -43,6 +49,7 @@ __all__ = [
     "nbytes_of",
     "read_contents",
     "require_plausible",
+    "share_sections",
     "stamp_at",
     "write",
 ]

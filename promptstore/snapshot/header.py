@@ -275,5 +275,15 @@ def _of_type(cls: type[T], value: Any) -> T:
     return value
 
 
+def share_sections(a: bytes, b: bytes) -> bool:
+    """Whether two files have a section that is the same, by their checksums."""
+    empty = xxhash.xxh3_128_digest(b"")
+    of_a, of_b = (
+        [sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES)]
+        for sums in (a, b)
+    )
+    return any(x == y != empty for x, y in zip(of_a, of_b, strict=False))
+
+
 def _checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
