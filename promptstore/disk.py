@@ -522,7 +522,7 @@ class DiskTier:
         Raises:
             SnapshotUnreadable: The system refused; nothing is proven.
         """
-        if rebuild.is_written(self.root.path_of(row.name), row.checksums):
+        if rebuild.is_written(self.root, row):
             self.volume.distrust(f"its index.db is wrong about snapshot {row.name}")
         else:
             self.remove([row.id])

@@ -34,6 +34,7 @@ from promptstore.index import (
     Index,
     Layout,
     NewRow,
+    Row,
     prepare,
     read_care,
     require_whole,
@@ -270,33 +271,31 @@ def _row_of(file: _File, layout: Layout, parent: int | None, tokens: Tokens) -> 
     )
 
 
-def is_written(path: Path, checksums: bytes) -> bool:
+def is_written(root: Root, row: Row) -> bool:
     """Whether a file is whole, and no edited form of the one that its row describes.
     If so, the row is what is wrong.
 
     A file may be edited so that its own checksums agree. The row then still has the
     checksums of some of its sections; of what is none of its own it has none.
 
-    Args:
-        path: The file.
-        checksums: Those of its row.
-
     Raises:
         SnapshotUnreadable: The system refused; nothing is proven.
     """
-    if not is_whole(path):
-        return False
-    with contextlib.suppress(SnapshotError):
+    try:
+        path = root.find(row.name)
+        if not is_whole(path):
+            return False
         own = snapshot.read_contents(path)[2].checksums
-        return own == checksums or not snapshot.share_sections(own, checksums)
-    return False
+    except (SnapshotCorrupt, SnapshotMissing, SnapshotUnsupported):
+        return False
+    return own == row.checksums or not snapshot.share_sections(own, row.checksums)
 
 
 def is_whole(path: Path) -> bool:
     """Whether every byte of a file is what the file itself says.
 
     Raises:
-        SnapshotUnreadable: The system refused; nothing is proven.
+        SnapshotUnreadable, SnapshotUnsupported: Nothing is proven.
     """
     try:
         contents, _, written = snapshot.read_contents(path)
@@ -305,6 +304,6 @@ def is_whole(path: Path) -> bool:
             path, shape, written.nbytes, written.checksums
         ) as file:
             file.verify_all()
-    except (SnapshotCorrupt, SnapshotMissing, SnapshotUnsupported):
+    except (SnapshotCorrupt, SnapshotMissing):
         return False
     return True
