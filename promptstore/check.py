@@ -57,15 +57,26 @@ def _check_rows(disk: DiskTier, files: Iterable[Path]) -> list[Finding]:
     for path in files:
         is_lost = disk.root.is_ours(path) and path not in known
         if is_lost and disk.budget.is_orphan(path):
-            findings.append(Finding("orphan", path.stem, "a file without a row"))
+            findings.append(_orphan(disk, path))
     return findings
+
+
+def _orphan(disk: DiskTier, path: Path) -> Finding:
+    """Say what a file without a row is: another version's is left alone."""
+    with contextlib.suppress(SnapshotMissing, SnapshotCorrupt, SnapshotUnreadable):
+        try:
+            read_contents(path)
+        except SnapshotUnsupported as error:
+            name = str(path.relative_to(disk.root.path))
+            return Finding("foreign", name, str(error))
+    return Finding("orphan", path.stem, "a file without a row")
 
 
 def _check_files(disk: DiskTier) -> list[Finding]:
     """Verify each file against itself, where no row can be read."""
     findings = []
     for path in disk.root.snapshots():
-        with contextlib.suppress(SnapshotUnreadable):
+        with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
             if not is_whole(path):
                 message = "is not what it says of itself"
                 findings.append(Finding("corrupt", path.stem, message))
@@ -97,8 +108,9 @@ def _rebuild(disk: DiskTier, bad: set[str]) -> None:
     What the index says of them, and of what continues them, is not to be trusted.
     """
     for path in disk.root.snapshots():
-        if path.stem in bad and not is_whole(path):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(SnapshotUnsupported):
+            if path.stem in bad and not is_whole(path):
+                path.unlink(missing_ok=True)
     disk.volume.distrust("its index.db was found damaged by a check")
     disk.volume.stay_in_place()
 

@@ -22,7 +22,6 @@ from promptstore.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotMissing,
-    SnapshotUnsupported,
     StoreUnavailable,
 )
 from promptstore.extent import Shape
@@ -293,7 +292,7 @@ def is_row_at_fault(root: Root, row: Row) -> bool:
     has the checksum of that very header: anybody can write a file that is whole.
 
     Raises:
-        SnapshotUnreadable: The system refused; nothing is proven.
+        SnapshotUnreadable, SnapshotUnsupported: Nothing is proven.
     """
     try:
         path = root.find(row.name)
@@ -307,7 +306,7 @@ def is_whole(path: Path) -> bool:
     """Whether every byte of a file is what the file itself says.
 
     Raises:
-        SnapshotUnreadable: The system refused; nothing is proven.
+        SnapshotUnreadable, SnapshotUnsupported: Nothing is proven.
     """
     try:
         contents, _, written = snapshot.read_contents(path)
@@ -316,6 +315,6 @@ def is_whole(path: Path) -> bool:
             path, shape, written.nbytes, written.checksums
         ) as file:
             file.verify_all()
-    except (SnapshotCorrupt, SnapshotMissing, SnapshotUnsupported):
+    except (SnapshotCorrupt, SnapshotMissing):
         return False
     return True

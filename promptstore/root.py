@@ -185,7 +185,9 @@ class Root:
 
     def snapshots(self) -> Iterator[Path]:
         """Yield every file that has the place and the final name of a snapshot."""
-        for path, _ in _files(self.path / "snapshots"):
+        if self._snapshots.is_symlink():
+            return
+        for path, _ in _files(self._snapshots):
             if self.is_final(path) and self.is_ours(path):
                 yield path
 

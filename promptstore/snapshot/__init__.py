@@ -15,7 +15,12 @@ The header is padded with spaces so that the rows start on a page.
     tokens    int64, little-endian
 """
 
-from promptstore.snapshot.header import Claims, Contents, Written, nbytes_of
+from promptstore.snapshot.header import (
+    Claims,
+    Contents,
+    Written,
+    nbytes_of,
+)
 from promptstore.snapshot.pages import left_as_found
 from promptstore.snapshot.read import (
     SnapshotFile,
