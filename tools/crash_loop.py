@@ -106,12 +106,13 @@ def inspect(
 ) -> None:
     """Look at what is left; answer with what is served. In a process of its own."""
     with PromptStore.open(root, memory_bytes=0) as store:
-        served = _served(store, prompts, due)
+        before = _served(store, prompts, due)
         findings = store.check()
         assert {finding.kind for finding in findings} <= {"orphan"}, findings
         store.repair(findings)
         assert (left := store.check()) == [], left
-        assert served == _served(store, prompts, due)
+        # A repair may give whole files a row again, and takes nothing away.
+        served = _served(store, prompts, [*due, *before])
         probe = Prompt("full", (0, *range(1, 200)))
         probe.insert(store, label="probe")
         store.flush()
