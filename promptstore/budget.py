@@ -137,11 +137,12 @@ class Budget:
         for one in eviction.order(index.candidates(), spare, time.time_ns()):
             if total <= max_bytes:
                 return
-            if index.remove_leaf(one.id):
-                reach("evict: row gone")
-                total -= self._volume.unlink_one(one.name)
-                reach("evict: file gone")
-                self.n_evicted += 1
+            with root.removing():
+                if index.remove_leaf(one.id):
+                    reach("evict: row gone")
+                    total -= self._volume.unlink_one(one.name)
+                    reach("evict: file gone")
+                    self.n_evicted += 1
 
     def _leased(self) -> frozenset[int]:
         with self._lock:
@@ -162,21 +163,28 @@ class Budget:
         """Remove files of ours that no row knows and no process is making; but those
         that are whole get a row again, for the index may be what has lost them."""
         root, writer = self._volume.root, self._volume.writer
-        known = {root.path_of(name) for name in writer.names() if is_name(name)}
-        lost = [
-            path
-            for path in root.files()
-            if path not in known and root.is_ours(path) and self.is_orphan(path)
-        ]
-        if not lost:
-            return
-        whole = [path for path in lost if root.is_final(path)]
-        bad = {path for path in lost if not root.is_final(path)}
-        for path in bad.union(rebuild.adopt(writer, root, whole)):
+        with root.adopting() as is_alone:
+            lost = self._lost()
+            bad = {path for path in lost if not root.is_final(path)}
+            whole = [path for path in lost if root.is_final(path)]
+            if whole and is_alone:
+                bad.update(rebuild.adopt(writer, root, whole))
+        for path in bad:
             # What cannot be removed counts, but must not end all writing.
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
                 reach("sweep: file gone")
+
+    def _lost(self) -> list[Path]:
+        """Return the files of ours that no row knows and no process is making."""
+        root = self._volume.root
+        names = self._volume.writer.names()
+        known = {root.path_of(name) for name in names if is_name(name)}
+        return [
+            path
+            for path in root.files()
+            if path not in known and root.is_ours(path) and self.is_orphan(path)
+        ]
 
     def is_orphan(self, path: Path) -> bool:
         """Whether no row knows a file of ours, and no process is making it."""

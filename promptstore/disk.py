@@ -339,7 +339,8 @@ class DiskTier:
 
     def _save_once(self, new: NewSnapshot, n_before: int) -> tuple[int, ...]:
         layout = self._writer.layout(new.namespace, new.text)
-        self.volume.unlink(self._writer.remove_expired())
+        with self.root.removing():
+            self.volume.unlink(self._writer.remove_expired())
         found = self._save_rows(layout, new)
         if found.n_tokens < len(new.tokens):
             return ()  # it did not live longer than its own writing
@@ -477,9 +478,10 @@ class DiskTier:
         ]
         loose.sort(key=lambda row: (order[row.kind], row.end))
         for row in loose[:n_over]:
-            if self._writer.remove_leaf(row.id):
-                reach("insert: old state dropped")
-                self.volume.unlink([row])
+            with self.root.removing():
+                if self._writer.remove_leaf(row.id):
+                    reach("insert: old state dropped")
+                    self.volume.unlink([row])
 
     # ------------------------------------------------------------- removing
 
@@ -510,8 +512,9 @@ class DiskTier:
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and what continues them; return their rows."""
-        removed = self._writer.remove(ids)
-        self.volume.unlink(removed)
+        with self.root.removing():
+            removed = self._writer.remove(ids)
+            self.volume.unlink(removed)
         return removed
 
     def drop(self, row: Row) -> None:

@@ -208,6 +208,29 @@ def test_a_reader_loses_no_file_under_it(
         assert reader.exitcode == 0
 
 
+def test_nobody_brings_back_what_is_being_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between row and file of an eviction another's sweep takes the file for no lost
+    one; what a process that died has left is found by the next sweep."""
+    with PromptStore.open(root) as store, PromptStore.open(root) as other:
+        for prompt in ALL:
+            prompt.insert(store)
+        store.flush()
+        names = set()
+
+        def hook(step: str) -> None:
+            if step == "evict: row gone":
+                other.repair([])
+                names.update(info.id for info in other.snapshots())
+
+        before = {info.id for info in store.snapshots()}
+        monkeypatch.setattr(failpoints, "hook", hook)
+        store.evict(to_bytes=0)
+        assert len(names) == len(before) - 1  # each was gone when its row was
+        assert list(other.snapshots()) == other.check() == []
+
+
 # ---------------------------------------------------------------------------- locks
 
 

@@ -41,7 +41,7 @@ def work(place: Path, number: int, seed: int, goes_on: Callable[[int], bool]) ->
         worker.step()
         n_steps += 1
     worker.close()
-    print(f"process {number}: {n_steps} steps", flush=True)
+    print(f"process {number}: {n_steps} steps\n", end="", flush=True)
 
 
 def run(
