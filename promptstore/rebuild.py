@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +40,13 @@ from promptstore.index import (
     require_whole,
 )
 from promptstore.root import INDEX_SUFFIXES, Root, remove_index
-from promptstore.snapshot import Contents, Written
+from promptstore.snapshot import CHECKSUM_BYTES, Contents, Written
 from promptstore.tokens import Tokens
 from promptstore.types import Namespace
 
 _MAX_NS = 1 << 62
+_FEW_BITS = 16
+_NONE: Mapping[str, bytes] = {}
 
 
 def make_ready(root: Root, damage: IndexDamaged | None) -> IndexDamaged | None:
@@ -102,11 +104,10 @@ def _make_anew(root: Root, damage: IndexDamaged) -> None:
     old = root.index if os.path.lexists(root.index) else root.damaged_index
     is_file = old.is_file() and not old.is_symlink()
     remains = read_remains(old) if is_file else Remains()
-    _drop_others(root, remains)
     prepare(root.new_index)
     reach("rebuild: new index made")
     with contextlib.closing(Index(root.new_index)) as index:
-        adopt(index, root, root.snapshots())
+        adopt(index, root, root.snapshots(), remains.checksums)
         index.give(remains.care)
         index.truncate_log()
     root.sync(root.new_index)
@@ -114,18 +115,6 @@ def _make_anew(root: Root, damage: IndexDamaged) -> None:
     os.rename(root.new_index, root.index)
     root.sync(root.path)
     reach("rebuild: index in its place")
-
-
-def _drop_others(root: Root, remains: Remains) -> None:
-    """Remove files whose header is not the one that their row had the checksum of.
-
-    A match does the same: see `is_row_at_fault`.
-    """
-    for path in root.snapshots():
-        with contextlib.suppress(SnapshotError):
-            header = remains.headers.get(path.stem)
-            if header is not None and snapshot.header_checksum(path) != header:
-                path.unlink(missing_ok=True)
 
 
 def _set_aside(root: Root, damage: IndexDamaged) -> None:
@@ -175,7 +164,9 @@ class _Place:
     tokens: Tokens
 
 
-def adopt(index: Index, root: Root, paths: Iterable[Path]) -> list[Path]:
+def adopt(
+    index: Index, root: Root, paths: Iterable[Path], former: Mapping[str, bytes] = _NONE
+) -> list[Path]:
     """Give files without a row one, from what they say of themselves, parents first.
 
     Files that a process is still making, or that the system refuses to read, or of
@@ -185,6 +176,8 @@ def adopt(index: Index, root: Root, paths: Iterable[Path]) -> list[Path]:
         index: Where.
         root: Where the files are.
         paths: Snapshots; those that have a row are passed over.
+        former: Checksums that a former index had of files, by name; files that it
+            had others of are removed.
 
     Returns:
         Those that are no good: damaged, stored twice, or without what they continue.
@@ -201,6 +194,9 @@ def adopt(index: Index, root: Root, paths: Iterable[Path]) -> list[Path]:
             except SnapshotCorrupt:
                 bad.append(path)
                 continue
+            if _is_another(file.written.checksums, former.get(path.stem, b"")):
+                path.unlink(missing_ok=True)
+                continue
             waiting.setdefault(file.contents.parent, []).append(file)
     places = _places(index, waiting)
     layout_of = functools.cache(index.layout)
@@ -214,6 +210,20 @@ def adopt(index: Index, root: Root, paths: Iterable[Path]) -> list[Path]:
                 elif not index.has(file.path.stem):  # by another process meanwhile
                     bad.append(file.path)
     return bad + [file.path for files in waiting.values() for file in files]
+
+
+def _is_another(own: bytes, former: bytes) -> bool:
+    """Whether checksums are of another file of the same ids than *former* ones, which
+    are themselves those of a file: what is damaged differs in those of the ids too."""
+    n = CHECKSUM_BYTES
+    return own[-n:] == former[-n:] and not _is_same(own[:n], former[:n])
+
+
+def _is_same(checksum: bytes, other: bytes) -> bool:
+    """Whether two checksums are the same but for a few flipped bits; those of other
+    data differ in half of their bits."""
+    different = int.from_bytes(checksum, "little") ^ int.from_bytes(other, "little")
+    return different.bit_count() <= _FEW_BITS
 
 
 def _places(
@@ -299,7 +309,7 @@ def is_row_at_fault(root: Root, row: Row) -> bool:
         header = snapshot.header_checksum(path)
     except (SnapshotCorrupt, SnapshotMissing):
         return False
-    return row.checksums.startswith(header) and is_whole(path)
+    return _is_same(header, row.checksums[: len(header)]) and is_whole(path)
 
 
 def is_whole(path: Path) -> bool:

@@ -30,11 +30,11 @@ class Remains:
 
     Args:
         care: What the index alone knew.
-        headers: The checksums of the headers of their files.
+        checksums: Those of their files.
     """
 
     care: dict[str, Care] = field(default_factory=dict)
-    headers: dict[str, bytes] = field(default_factory=dict)
+    checksums: dict[str, bytes] = field(default_factory=dict)
 
 
 _COLUMNS = tuple(each.name for each in fields(Care))
@@ -73,8 +73,8 @@ def _read(db: sqlite3.Connection, found: Remains) -> None:
                 f"select name, checksums, {columns} from snapshots order by id {order}"
             )
             for name, sums, *values in db.execute(query):
-                if type(sums) is bytes and len(sums) >= 48 and not len(sums) % 16:
-                    found.headers[name] = sums[:16]
+                if type(sums) is bytes:
+                    found.checksums[name] = sums
                 if _is_right(name, *values):
                     found.care[name] = Care(*values)
 

@@ -16,6 +16,7 @@ The header is padded with spaces so that the rows start on a page.
 """
 
 from promptstore.snapshot.header import (
+    CHECKSUM_BYTES,
     Claims,
     Contents,
     Written,
@@ -34,6 +35,7 @@ from promptstore.snapshot.rows import Placed, Rows, copy_rows
 from promptstore.snapshot.write import Body, create, is_abandoned, write
 
 __all__ = [
+    "CHECKSUM_BYTES",
     "Body",
     "Claims",
     "Contents",
