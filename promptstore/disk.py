@@ -55,6 +55,7 @@ from promptstore.volume import Volume
 T = TypeVar("T")
 _TRIES = 4
 _MAX_CHECKPOINTS = 16
+_MIN_REUSED = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,17 @@ class LookUp:
     def rank(self) -> tuple[int, int]:
         """What makes one better than another."""
         return self.plan.n_tokens, self.found.n_tokens
+
+    @property
+    def reused(self) -> list[int]:
+        """The snapshots that serve so much of it that this is a use of them: what only
+        begins alike does not keep a prompt from eviction."""
+        return [
+            piece.row.id
+            for piece in self.plan.pieces
+            if piece.hi - piece.row.start
+            >= min(_MIN_REUSED, piece.row.end - piece.row.start)
+        ]
 
     def claims_of(self, name: str) -> Claims:
         """Return what the index says of one of the plan's snapshots.

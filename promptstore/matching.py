@@ -187,7 +187,7 @@ class Matcher:
                     if not row.is_checkpoint:
                         usable = usable[: row.start]
                     continue
-                self._note_use(piece.row.id for piece in look_up.plan.pieces)
+                self._note_use(look_up.reused)
                 n_tokens = look_up.plan.n_tokens
                 return Match(cache, n_tokens, "disk", trouble or reason)
         except Exception as error:  # a place that may: counted

@@ -281,6 +281,21 @@ def test_one_shot_prompts_push_out_themselves(disk: DiskTier) -> None:
     assert disk.budget.n_evicted > 190
 
 
+def test_a_few_tokens_in_common_are_no_reuse(tmp_path: Path) -> None:
+    """Prompts that share 13 tokens do not make each other look reused."""
+    head = tokens(13)
+    with PromptStore.open(tmp_path, memory_bytes=0) as store:
+        long = [*head, 0, *tokens(386, seed=1)]
+        insert(store, long)
+        store.flush()
+        assert store.match(NS, [*head, 1, 2]).n_tokens == 13
+        store.flush()
+        assert [info.hits for info in store.snapshots()] == [0]
+        assert store.match(NS, [*long[:100], 1]).n_tokens == 100
+        store.flush()
+        assert [info.hits for info in store.snapshots()] == [1]
+
+
 # ------------------------------------------------------------------------ leases
 
 
