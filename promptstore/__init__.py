@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from promptstore.errors import (
     DailyLimit,
+    IndexDamaged,
     ModelUnreadable,
     NoSpace,
     NotCovered,
@@ -36,6 +37,7 @@ __all__ = [
     "DailyLimit",
     "Explanation",
     "Finding",
+    "IndexDamaged",
     "Match",
     "ModelUnreadable",
     "Namespace",

@@ -326,8 +326,10 @@ class PromptStore:
         self._require_open()
         ids = as_tokens(tokens)
         n_memory, look_up, reason = self._matcher.explain(namespace, ids, like)
-        chain = look_up.found.chain if look_up is not None else ()
-        nearest = self._info(chain[-1]) if chain else None
+        nearest = None
+        if look_up is not None and look_up.found.chain:
+            with contextlib.suppress(Exception):  # the disk is in trouble since
+                nearest = self._info(look_up.found.chain[-1])
         n_disk = look_up.plan.n_tokens if look_up is not None else 0
         return Explanation(n_memory, n_disk, max(n_memory, n_disk), reason, nearest)
 
