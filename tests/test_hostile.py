@@ -231,6 +231,20 @@ def test_a_later_format_is_left_alone(root: Path) -> None:
         snapshot.read_contents(victim.path)
 
 
+def test_a_later_format_outlives_the_index(root: Path) -> None:
+    """An index that is made anew has no row for it; it is told, and stays."""
+    victim = victim_of(root, "tip")
+    CORPUS["format: later"](victim)
+    for path in root.glob("index.db*"):
+        path.unlink()
+    with opened(root) as store:
+        findings = store.check()
+        assert [finding.kind for finding in findings] == ["foreign"]
+        assert "promptstore/2" in findings[0].message
+        store.repair(findings)
+    assert victim.path.exists()
+
+
 # ------------------------------------------------------------------------ the index
 
 
