@@ -284,6 +284,10 @@ EDITS: dict[str, Callable[[sqlite3.Connection], object]] = {
         "update snapshots set extent = (select extent from snapshots "
         "where label = 'alone') where label = 'tip'"
     ),
+    "an extent of more layers": lambda db: db.execute(
+        "update snapshots set extent = (select extent from snapshots "
+        "where label = 'three layers') where label = 'alone'"
+    ),
     "a huge extent": lambda db: db.execute(
         "update snapshots set extent = ?, end_token = 1 << 60 where label = 'tip'",
         (extent(bands=[[[0, 1], [[300, HUGE]]]]),),
@@ -324,6 +328,8 @@ def test_a_row_that_lies_is_never_served(root: Path, edit: str) -> None:
         for name in (*PROMPTS, "state"):
             ask(store, name)
             _ask_without_like(store, name)
+        store.repair(store.check())
+        assert {finding.kind for finding in store.check()} <= {"foreign"}
     assert before.read_text() == "precious"
 
 

@@ -340,7 +340,7 @@ def _edit_row(rng: random.Random, root: Path) -> None:
         value = other if rng.random() < 0.5 else _near(rng, value)
         try:
             db.execute(f"update snapshots set {column} = ? where id = ?", (value, id_))
-        except sqlite3.IntegrityError:
+        except (sqlite3.IntegrityError, OverflowError):
             return
 
 
