@@ -231,6 +231,20 @@ def test_a_later_format_is_left_alone(root: Path) -> None:
         snapshot.read_contents(victim.path)
 
 
+def test_a_later_format_outlives_the_index(root: Path) -> None:
+    """An index that is made anew has no row for it; it is told, and stays."""
+    victim = victim_of(root, "tip")
+    CORPUS["format: later"](victim)
+    for path in root.glob("index.db*"):
+        path.unlink()
+    with opened(root) as store:
+        findings = store.check()
+        assert [finding.kind for finding in findings] == ["foreign"]
+        assert "promptstore/2" in findings[0].message
+        store.repair(findings)
+    assert victim.path.exists()
+
+
 # ------------------------------------------------------------------------ the index
 
 
@@ -269,6 +283,10 @@ EDITS: dict[str, Callable[[sqlite3.Connection], object]] = {
     "another extent": lambda db: db.execute(
         "update snapshots set extent = (select extent from snapshots "
         "where label = 'alone') where label = 'tip'"
+    ),
+    "an extent of more layers": lambda db: db.execute(
+        "update snapshots set extent = (select extent from snapshots "
+        "where label = 'three layers') where label = 'alone'"
     ),
     "a huge extent": lambda db: db.execute(
         "update snapshots set extent = ?, end_token = 1 << 60 where label = 'tip'",
@@ -310,6 +328,8 @@ def test_a_row_that_lies_is_never_served(root: Path, edit: str) -> None:
         for name in (*PROMPTS, "state"):
             ask(store, name)
             _ask_without_like(store, name)
+        store.repair(store.check())
+        assert {finding.kind for finding in store.check()} <= {"foreign"}
     assert before.read_text() == "precious"
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -91,8 +92,11 @@ def prompts() -> list[list[int]]:
 
 
 def make_store(root: Path) -> None:
-    """Store every prompt of every kind in a new directory."""
-    with PromptStore.open(root, **OPTIONS) as store:
+    """Store every prompt of every kind in a new directory, under names that are the
+    same each time, as rounds are."""
+    rng = random.Random(0)
+    names = mock.patch("secrets.token_hex", lambda n: rng.randbytes(n).hex())
+    with names, PromptStore.open(root, **OPTIONS) as store:
         for (model, tenant), make in KINDS.items():
             for ids in prompts():
                 store.insert(Namespace(model, tenant=tenant), ids, make(ids))
@@ -336,7 +340,7 @@ def _edit_row(rng: random.Random, root: Path) -> None:
         value = other if rng.random() < 0.5 else _near(rng, value)
         try:
             db.execute(f"update snapshots set {column} = ? where id = ?", (value, id_))
-        except sqlite3.IntegrityError:
+        except (sqlite3.IntegrityError, OverflowError):
             return
 
 
@@ -541,7 +545,8 @@ def _repair(
     store.insert(namespace, ids, make(ids))
     store.flush()
     n_tokens = _ask(store, namespace, ids, truth, report)
-    if n_tokens != len(ids):
+    # Another version's file, with a row that knows it, keeps its place.
+    if n_tokens != len(ids) and not store.stats().errors.get("SnapshotUnsupported"):
         raise Wrong(f"{namespace}: only {n_tokens} of {len(ids)} after it was stored")
     _ask_all(store, truth, report)
 

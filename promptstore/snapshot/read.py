@@ -45,7 +45,6 @@ class SnapshotFile:
         self.path = path
         self._shape = shape
         self._checksums = checksums
-        self._data_start = nbytes - shape.data_nbytes
         self._fd = _open(path)
         try:
             info = _regular(path, os.fstat(self._fd))
@@ -53,6 +52,7 @@ class SnapshotFile:
             """What the system changes when the file is replaced or written to."""
             _require_size(path, info, nbytes)
             require_plausible(path, shape, nbytes, checksums)
+            self._data_start = nbytes - shape.data_nbytes
         except BaseException:
             self.close()
             raise
