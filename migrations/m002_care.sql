@@ -14,3 +14,15 @@ create table sightings (
 ) strict, without rowid;
 
 create index sightings_by_age on sightings (seen_ns);
+
+-- Snapshots that were removed of late. Until its file is gone as well, such a file must
+-- not be taken for one that the index has lost.
+create table removed (
+    id integer primary key,
+    name text not null unique
+) strict;
+
+create trigger snapshots_are_removed after delete on snapshots begin
+    insert or ignore into removed (name) values (old.name);
+    delete from removed where id <= (select max(id) from removed) - 10000;
+end;

@@ -137,12 +137,11 @@ class Budget:
         for one in eviction.order(index.candidates(), spare, time.time_ns()):
             if total <= max_bytes:
                 return
-            with root.removing():
-                if index.remove_leaf(one.id):
-                    reach("evict: row gone")
-                    total -= self._volume.unlink_one(one.name)
-                    reach("evict: file gone")
-                    self.n_evicted += 1
+            if index.remove_leaf(one.id):
+                reach("evict: row gone")
+                total -= root.unlink(one.name)
+                reach("evict: file gone")
+                self.n_evicted += 1
 
     def _leased(self) -> frozenset[int]:
         with self._lock:
@@ -163,13 +162,10 @@ class Budget:
         """Remove files of ours that no row knows and no process is making; but those
         that are whole get a row again, for the index may be what has lost them."""
         root, writer = self._volume.root, self._volume.writer
-        with root.adopting() as is_alone:
-            lost = self._lost()
-            bad = {path for path in lost if not root.is_final(path)}
-            whole = [path for path in lost if root.is_final(path)]
-            if whole and is_alone:
-                bad.update(rebuild.adopt(writer, root, whole))
-        for path in bad:
+        lost = self._lost()
+        bad = {path for path in lost if not root.is_final(path)}
+        whole = [path for path in lost if root.is_final(path)]
+        for path in bad.union(rebuild.adopt(writer, root, whole) if whole else []):
             # What cannot be removed counts, but must not end all writing.
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -351,8 +351,7 @@ class DiskTier:
 
     def _save_once(self, new: NewSnapshot, n_before: int) -> tuple[int, ...]:
         layout = self._writer.layout(new.namespace, new.text)
-        with self.root.removing():
-            self.volume.unlink(self._writer.remove_expired())
+        self.volume.unlink(self._writer.remove_expired())
         found = self._save_rows(layout, new)
         if found.n_tokens < len(new.tokens):
             return ()  # it did not live longer than its own writing
@@ -490,10 +489,9 @@ class DiskTier:
         ]
         loose.sort(key=lambda row: (order[row.kind], row.end))
         for row in loose[:n_over]:
-            with self.root.removing():
-                if self._writer.remove_leaf(row.id):
-                    reach("insert: old state dropped")
-                    self.volume.unlink([row])
+            if self._writer.remove_leaf(row.id):
+                reach("insert: old state dropped")
+                self.volume.unlink([row])
 
     # ------------------------------------------------------------- removing
 
@@ -512,21 +510,20 @@ class DiskTier:
 
     def remove_tenant(self, tenant: str) -> list[Row]:
         """Remove all snapshots of a tenant, as `remove_prompts` does."""
-        self.ask(self.budget.sweep)  # what deletions left that were killed has rows now
         self.root.remove_damaged_index()
         return self._erase(self._writer.ids_of_tenant(tenant))
 
     def _erase(self, ids: Iterable[int]) -> list[Row]:
         removed = self.remove(ids)
+        self.budget.sweep()  # what a deletion has left that was killed
         self._writer.remove_traces()
         self._writer.compact()
         return removed
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and what continues them; return their rows."""
-        with self.root.removing():
-            removed = self._writer.remove(ids)
-            self.volume.unlink(removed)
+        removed = self._writer.remove(ids)
+        self.volume.unlink(removed)
         return removed
 
     def drop(self, row: Row) -> None:

@@ -107,6 +107,7 @@ def _make_anew(root: Root, damage: IndexDamaged) -> None:
     prepare(root.new_index)
     reach("rebuild: new index made")
     with contextlib.closing(Index(root.new_index)) as index:
+        index.note_removed(remains.removed)
         adopt(index, root, root.snapshots(), remains.checksums)
         index.give(remains.care)
         index.truncate_log()
@@ -274,7 +275,7 @@ def _adopt_one(
     except Duplicate:
         return None
     reach("rebuild: row added")
-    if not file.path.exists():  # whoever removes a file looks for its row afterwards
+    if not file.path.exists():  # removed, and that so long ago that it is forgotten
         index.remove([id_])
         return None
     return _Place(id_, layout.id, extent.start, tokens)

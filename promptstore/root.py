@@ -220,37 +220,6 @@ class Root:
             return 0
         return info.st_size
 
-    @contextlib.contextmanager
-    def removing(self) -> Iterator[None]:
-        """Hold while rows and then their files go: no process takes a file for lost
-        whose row is just gone."""
-        with self._locked(fcntl.LOCK_SH):
-            yield
-
-    @contextlib.contextmanager
-    def adopting(self) -> Iterator[bool]:
-        """Yield whether no process is removing anything; then none does meanwhile."""
-        with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as is_locked:
-            yield is_locked
-
-    @contextlib.contextmanager
-    def _locked(self, how: int) -> Iterator[bool]:
-        """Lock the directory of the files, if that can be had."""
-        try:
-            fd = os.open(self._snapshots, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            yield False
-            return
-        try:
-            fcntl.flock(fd, how)
-            is_locked = True
-        except OSError:
-            is_locked = False
-        try:
-            yield is_locked
-        finally:
-            os.close(fd)
-
     def remove_damaged_index(self) -> None:
         """Remove the index that was set aside; it tells of prompts as the real one."""
         remove_index(self.damaged_index)

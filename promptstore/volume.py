@@ -163,19 +163,8 @@ class Volume:
     def unlink(self, rows: Iterable[Row]) -> None:
         """Remove the files of rows that are gone."""
         for row in rows:
-            self.unlink_one(row.name)
+            self.root.unlink(row.name)
             reach("remove: file gone")
-
-    def unlink_one(self, name: str) -> int:
-        """Remove the file of a row that is gone; return the bytes freed.
-
-        A process that took it for lost may have given it a row again: that goes too.
-        """
-        nbytes = self.root.unlink(name)
-        if self.writer.has(name):
-            again = [row.id for row in self.writer.named(name) if row.name == name]
-            self.unlink(self.writer.remove(again))
-        return nbytes
 
     def close(self) -> None:
         """Close the connections."""

@@ -110,6 +110,7 @@ def test_an_index_is_made_from_nothing(path: Path) -> None:
         ("layouts", 1),
         ("namespaces", 1),
         ("prefixes", 1),
+        ("removed", 1),
         ("sightings", 1),
         ("snapshots", 1),
         ("writes", 1),

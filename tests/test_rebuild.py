@@ -549,7 +549,7 @@ def test_a_file_that_goes_while_it_is_adopted_gets_no_row(
 def test_a_file_that_is_adopted_while_it_is_removed_goes_for_good(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever removes a file looks for its row afterwards."""
+    """Between its row and itself: what was removed gets no row again."""
     with opened(root) as store, closing(Index(root / "index.db")) as other:
         real = Root.unlink
 
@@ -562,6 +562,24 @@ def test_a_file_that_is_adopted_while_it_is_removed_goes_for_good(
         store.delete("base")
         assert list(store.snapshots()) == store.check() == []
         assert files(root) == {}
+
+
+def test_what_was_removed_stays_so_in_an_index_that_is_made_anew(root: Path) -> None:
+    """A deletion that was killed before the file went is not undone by a rebuild."""
+    kept = {path: path.read_bytes() for path in Root(root).snapshots()}
+    with opened(root) as store:
+        store.delete("alone")
+    for path, data in kept.items():
+        path.write_bytes(data)
+    with closing(sqlite3.connect(root / "index.db")) as db, db:
+        db.execute("drop trigger snapshots_are_immutable")
+        db.execute("update snapshots set tokens = x'00' where label = 'tip'")
+    with opened(root) as store:
+        assert served(store) == ALL | {"alone": 0}
+        assert store.stats().errors == {"IndexDamaged": 1}
+        store.repair(store.check())
+        assert store.check() == []
+        assert served(store) == ALL | {"alone": 0}
 
 
 def test_a_file_that_is_being_made_is_not_adopted(root: Path) -> None:

@@ -31,10 +31,12 @@ class Remains:
     Args:
         care: What the index alone knew.
         checksums: Those of their files.
+        removed: Those that were removed of late.
     """
 
     care: dict[str, Care] = field(default_factory=dict)
     checksums: dict[str, bytes] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
 
 
 _COLUMNS = tuple(each.name for each in fields(Care))
@@ -66,6 +68,10 @@ def _read(db: sqlite3.Connection, found: Remains) -> None:
             "select name from pragma_table_info(?)", ("snapshots",)
         )
     }
+    with contextlib.suppress(*ERRORS):  # an older index has no such table
+        for (name,) in db.execute("select name from removed"):
+            if type(name) is str:
+                found.removed.add(name)
     columns = ", ".join(name if name in has else "null" for name in _COLUMNS)
     for order in ("asc", "desc"):
         with contextlib.suppress(*ERRORS):

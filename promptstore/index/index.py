@@ -280,7 +280,7 @@ class Index:
 
         Raises:
             Gone: The parent, or the layout, is no longer there.
-            Duplicate: The same prompt is there already.
+            Duplicate: The same prompt is there already, or this snapshot was removed.
         """
         created_ns = time.time_ns() if new.created_ns is None else new.created_ns
         end = len(new.tokens)
@@ -288,6 +288,8 @@ class Index:
         own = new.tokens[start:]
         chain = prefix.Chain(new.layout.seed, new.tokens)
         with self.transaction():
+            if self._was_removed(new.name):
+                raise Duplicate
             if not self._can_continue(new.layout.id, new.parent, start):
                 raise Gone
             done = self._db.execute(
@@ -337,6 +339,14 @@ class Index:
                     "where name = ?",
                     (*astuple(each), name),
                 )
+
+    def note_removed(self, names: Iterable[str]) -> None:
+        """Have the files of snapshots that a former index removed stay without row."""
+        with self.transaction():
+            self._db.executemany(
+                "insert or ignore into removed (name) values (?)",
+                [(name,) for name in names],
+            )
 
     def mark(self, row: Row, *, label: str | None, pinned: bool) -> None:
         """Give an existing snapshot what a repeated insert asks for.
@@ -572,6 +582,10 @@ class Index:
             reason = f"its {self.path.name} is damaged: {error}"
             self.damage = IndexDamaged(self.path.parent, reason)
             raise self.damage from error
+
+    def _was_removed(self, name: str) -> bool:
+        query = "select 1 from removed where name = ?"
+        return self._db.execute(query, (name,)).fetchone() is not None
 
     def _can_continue(self, layout: int, parent: int | None, start: int) -> bool:
         """Whether a layout is there, and in it a parent that holds *start*."""
