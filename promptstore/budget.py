@@ -139,9 +139,11 @@ class Budget:
                 return
             if index.remove_leaf(one.id):
                 reach("evict: row gone")
-                total -= root.unlink(one.name)
-                reach("evict: file gone")
                 self.n_evicted += 1
+                # What cannot be removed counts, but must not end all writing.
+                with contextlib.suppress(OSError):
+                    total -= root.unlink(one.name)
+                    reach("evict: file gone")
 
     def _leased(self) -> frozenset[int]:
         with self._lock:
@@ -168,8 +170,9 @@ class Budget:
         for path in bad.union(rebuild.adopt(writer, root, whole) if whole else []):
             # What cannot be removed counts, but must not end all writing.
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-                reach("sweep: file gone")
+                if not writer.has(path.stem):  # another process may have adopted it
+                    path.unlink(missing_ok=True)
+                    reach("sweep: file gone")
 
     def _lost(self) -> list[Path]:
         """Return the files of ours that no row knows and no process is making."""

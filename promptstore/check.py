@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from promptstore.disk import DiskTier
 from promptstore.errors import (
@@ -16,7 +15,7 @@ from promptstore.errors import (
     SnapshotUnreadable,
     SnapshotUnsupported,
 )
-from promptstore.index import Row
+from promptstore.index import Index, Row
 from promptstore.rebuild import is_row_at_fault, is_whole
 from promptstore.snapshot import left_as_found, read_contents
 from promptstore.types import Finding
@@ -28,7 +27,10 @@ def check(disk: DiskTier) -> list[Finding]:
     Files that another process is just writing are no findings.
     """
     findings = []
-    if not disk.index.is_sound():
+    # On a connection of its own: matches must not wait for a check.
+    with contextlib.closing(Index(disk.root.index, read_only=True)) as index:
+        is_sound = index.is_sound()
+    if not is_sound:
         findings.append(Finding("index", "index.db", "SQLite finds it damaged"))
     # Files before rows: a row that comes meanwhile must not make its file an orphan.
     files = disk.root.files()
@@ -90,15 +92,10 @@ def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
     Foreign files are left alone. What continues a dropped snapshot goes with it.
     """
     found = list(findings)
-    kinds: set[Literal["dangling", "corrupt"]] = {"dangling", "corrupt"}
-    names = {finding.name for finding in found if finding.kind in kinds}
+    names = {each.name for each in found if each.kind in ("dangling", "corrupt")}
     if any(finding.kind == "index" for finding in found):
         _rebuild(disk, names)
-    rows = {row.id: row for row in disk.index.rows()}
-    bad = {row.id for row in rows.values() if row.name in names}
-    bad |= {row.id for row in rows.values() if row.parent not in {None, *rows}}
-    disk.remove(bad)
-    disk.forget_lost_prefixes()
+    disk.remove(row.id for row in disk.index.rows() if row.name in names)
     disk.budget.sweep()
 
 
@@ -108,7 +105,7 @@ def _rebuild(disk: DiskTier, bad: set[str]) -> None:
     What the index says of them, and of what continues them, is not to be trusted.
     """
     for path in disk.root.snapshots():
-        with contextlib.suppress(SnapshotUnsupported):
+        with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
             if path.stem in bad and not is_whole(path):
                 path.unlink(missing_ok=True)
     disk.volume.distrust("its index.db was found damaged by a check")

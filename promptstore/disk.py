@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -253,9 +254,9 @@ class DiskTier:
             self.volume.stay_in_place()
             return question()
 
-    def row(self, id_: int) -> Row | None:
+    def row(self, name: str) -> Row | None:
         """Return a snapshot, if it is still there."""
-        return self.ask(lambda: self.index.row(id_))
+        return self.ask(lambda: self.index.row(name))
 
     def n_stored(self, new: NewSnapshot) -> int:
         """Return how much of a prompt is stored, in snapshots that live as long."""
@@ -499,31 +500,55 @@ class DiskTier:
         """Evict leaves until everything under the root is within *max_bytes*."""
         self.ask(lambda: self.budget.evict(max_bytes))
 
-    def remove_prompts(self, rows: Iterable[Row]) -> list[Row]:
-        """Remove prompts and what continues them; return their rows.
+    def remove_prompts(self, names: Collection[str]) -> list[Row]:
+        """Remove prompts, by the names of their snapshots, and what continues them;
+        return their rows.
 
         A checkpoint goes with the rows that end where it stands: they are one prompt.
         Nothing of them is left in the index.
         """
-        self.root.remove_damaged_index()  # which tells of them as well
-        return self._erase([self._writer.prompt_of(row) for row in rows])
+        return self._erase(
+            lambda index: [
+                index.prompt_of(row)
+                for name in names
+                if (row := index.row(name)) is not None
+            ]
+        )
 
     def remove_tenant(self, tenant: str) -> list[Row]:
         """Remove all snapshots of a tenant, as `remove_prompts` does."""
-        self.root.remove_damaged_index()
-        return self._erase(self._writer.ids_of_tenant(tenant))
+        return self._erase(lambda index: index.ids_of_tenant(tenant))
 
-    def _erase(self, ids: Iterable[int]) -> list[Row]:
-        removed = self.remove(ids)
-        self.budget.sweep()  # what a deletion has left that was killed
-        self._writer.remove_traces()
-        self._writer.compact()
+    def _erase(self, find: Callable[[Index], Iterable[int]]) -> list[Row]:
+        """Remove what is found, and its traces, from the index that is in place in the
+        end: another process may be making it anew."""
+        removed: list[Row] = []
+
+        def erase() -> None:
+            rows = self._writer.remove(find(self._writer))
+            removed.extend(rows)
+            self.volume.unlink(rows)
+            self.budget.sweep()  # what a deletion has left that was killed
+            self._writer.remove_traces()
+            self._writer.compact()
+
+        self.ask(erase)
+        while not self.volume.is_in_place():
+            self.ask(erase)
+        self.volume.remove_set_aside()  # which tells of them as well
         return removed
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
-        """Remove snapshots and what continues them; return their rows."""
+        """Remove snapshots that are no good, and what continues them; return their
+        rows. Those whose files are missing are adopted again if these come back."""
         removed = self._writer.remove(ids)
+        missing = [
+            row.name
+            for row in removed
+            if not os.path.lexists(self.root.path_of(row.name))
+        ]
         self.volume.unlink(removed)
+        self._writer.forget_removed(missing)
         return removed
 
     def drop(self, row: Row) -> None:
@@ -538,10 +563,6 @@ class DiskTier:
             self.volume.distrust(f"its index.db is wrong about snapshot {row.name}")
         else:
             self.remove([row.id])
-
-    def forget_lost_prefixes(self) -> None:
-        """Remove digests of snapshots that are gone."""
-        self._writer.remove_lost_prefixes()
 
     def note_verified(self, id_: int) -> None:
         """Record that a snapshot is as it was written."""

@@ -290,7 +290,8 @@ class MemoryTier:
     def remove_tenant(self, tenant: str) -> None:
         """Drop all entries of a tenant."""
         with self._lock:
-            for entry in [e for e in self._order if e.namespace.tenant == tenant]:
+            entries = [*self._order, *self._leaving]
+            for entry in [e for e in entries if e.namespace.tenant == tenant]:
                 self._drop(entry)
 
     def unsaved(self) -> list[Entry]:

@@ -65,6 +65,8 @@ def make_ready(root: Root, damage: IndexDamaged | None) -> IndexDamaged | None:
     remove_index(root.new_index)  # of a process that died
     damage = damage or _damage(root)
     if damage is not None:
+        if damage.foreign and next(root.snapshots(), None) is None:
+            raise damage  # there is no store here, but perhaps another program's
         try:
             _make_anew(root, damage)
         except (OSError, DatabaseError) as error:
@@ -181,20 +183,27 @@ def adopt(
             had others of are removed.
 
     Returns:
-        Those that are no good: damaged, stored twice, or without what they continue.
+        Those that are no good: damaged, stored twice, removed before, or without what
+        they continue. What continues a file that is left alone is not among them.
     """
     known = index.names()
     bad: list[Path] = []
+    left: set[str] = set()
     waiting: dict[str | None, list[_File]] = {}
     for path in paths:
-        if path.stem in known or not snapshot.is_abandoned(path):
+        if path.stem in known:
             continue
+        left.add(path.stem)
         with contextlib.suppress(SnapshotError):
+            if not snapshot.is_abandoned(path):
+                continue
             try:
                 file = _File(path, *snapshot.read_contents(path))
             except SnapshotCorrupt:
                 bad.append(path)
+                left.remove(path.stem)
                 continue
+            left.remove(path.stem)
             if _is_another(file.written.checksums, former.get(path.stem, b"")):
                 path.unlink(missing_ok=True)
                 continue
@@ -210,6 +219,8 @@ def adopt(
                     places.append((file.path.stem, child))
                 elif not index.has(file.path.stem):  # by another process meanwhile
                     bad.append(file.path)
+    while left:  # what continues a file that is left alone is left alone as well
+        left = {file.path.stem for name in left for file in waiting.pop(name, [])}
     return bad + [file.path for files in waiting.values() for file in files]
 
 

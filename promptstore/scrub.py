@@ -66,10 +66,10 @@ def scrub(
     """
     is_dry = dry_run or disk.read_only
     now_ns = time.time_ns()
-    ids = disk.index.unverified(now_ns - int(max_age_s * 1e9), now_ns)
-    for n_done, id_ in enumerate(ids):
-        progress(n_done, len(ids))
-        row = disk.row(id_)
+    names = disk.index.unverified(now_ns - int(max_age_s * 1e9), now_ns)
+    for n_done, name in enumerate(names):
+        progress(n_done, len(names))
+        row = disk.row(name)
         if row is None:
             continue  # evicted meanwhile, or dropped with what it continued
         try:
@@ -81,11 +81,11 @@ def scrub(
             continue
         if finding is None:
             if not is_dry:
-                disk.note_verified(id_)
+                disk.note_verified(row.id)
             continue
         if not is_dry and finding.kind == "index":
             disk.volume.distrust(f"its index.db is wrong about snapshot {row.name}")
         elif not is_dry:
-            disk.remove([id_])
+            disk.remove([row.id])
         yield finding
-    progress(len(ids), len(ids))
+    progress(len(names), len(names))

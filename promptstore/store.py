@@ -446,14 +446,15 @@ class PromptStore:
         Raises:
             UnknownSnapshot: None has that id or label.
         """
-        disk, rows = self._named(id_or_label)
+        self._require_open()
         self._writer.wait()
+        disk, rows = self._named(id_or_label)
         for row in rows:
             described = disk.index.describe(row.layout)
             if described is not None:
                 tokens = disk.index.tokens_of(row)
                 self._memory.remove(described[0], tokens, row.end - 1)
-        return len(disk.remove_prompts(rows))
+        return len(disk.remove_prompts([row.name for row in rows]))
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete all that belongs to a tenant, from both tiers, as `delete` does.

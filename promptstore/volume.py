@@ -15,7 +15,7 @@ from promptstore import rebuild
 from promptstore.errors import IndexDamaged, StoreUnavailable
 from promptstore.failpoints import reach
 from promptstore.index import Index, Row, locked, require_whole
-from promptstore.root import Root
+from promptstore.root import Root, remove_index
 
 _LONG_S, _REST = 0.1, 10
 """Opening anew that took longer than this is tried again only after so many times what
@@ -161,10 +161,26 @@ class Volume:
             index.close()
 
     def unlink(self, rows: Iterable[Row]) -> None:
-        """Remove the files of rows that are gone."""
+        """Remove the files of rows that are gone.
+
+        Raises:
+            OSError: One could not be removed; the sweep of a later save does it.
+        """
+        errors = []
         for row in rows:
-            self.root.unlink(row.name)
-            reach("remove: file gone")
+            try:
+                self.root.unlink(row.name)
+                reach("remove: file gone")
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def remove_set_aside(self) -> None:
+        """Remove the index that was set aside, and what a killed rebuild has left."""
+        with locked(self.root.lock):
+            remove_index(self.root.damaged_index)
+            remove_index(self.root.new_index)
 
     def close(self) -> None:
         """Close the connections."""

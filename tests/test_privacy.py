@@ -288,7 +288,8 @@ def test_rows_that_were_moved_leave_no_copies(tmp_path: Path, seed: int) -> None
         for number in range(150):
             ids = rng.integers(1 << 20, 1 << 30, rng.choice([3, 50, 300, 900]))
             label = f"label-{number:04}-x"
-            row = index.row(index.add(_new_row(f"{number:032x}", layout, ids)))
+            index.add(_new_row(f"{number:032x}", layout, ids))
+            row = index.row(f"{number:032x}")
             assert row is not None
             index.mark(row, label=label, pinned=False)
             prompts.append((row.id, ids, label))

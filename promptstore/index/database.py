@@ -74,8 +74,7 @@ def _require_whole(db: sqlite3.Connection, path: Path) -> None:
     refuse_newer(db, path)
     query = "select name from sqlite_master where type = 'table'"
     tables = {name for (name,) in db.execute(query)}
-    applied = _applied(db)
-    if tables and not applied:
+    if tables and not tables & _TABLES:
         raise IndexDamaged(
             path.parent, f"its {path.name} is another program's", foreign=True
         )

@@ -135,9 +135,9 @@ class Index:
         """Return the snapshots of that name or label."""
         return self._rows("where name = ?1 or label = ?1", id_or_label)
 
-    def row(self, id_: int) -> Row | None:
+    def row(self, name: str) -> Row | None:
         """Return a snapshot, if it is still there."""
-        found = self._rows("where id = ?", id_)
+        found = self._rows("where name = ?", name)
         return found[0] if found else None
 
     def name_of(self, id_: int) -> str | None:
@@ -220,16 +220,16 @@ class Index:
                 if _namespace(digest, fields).tenant == tenant
             ]
 
-    def unverified(self, since_ns: int, now_ns: int) -> list[int]:
-        """Return the snapshots not verified in ``(since_ns, now_ns]``, those that it
+    def unverified(self, since_ns: int, now_ns: int) -> list[str]:
+        """Return the names of snapshots not verified in ``(since_ns, now_ns]``, those that it
         is longest ago for first."""
         if not self._has_column("verified_ns"):
-            return [id_ for (id_,) in self._all("select id from snapshots")]
+            return [name for (name,) in self._all("select name from snapshots")]
         query = (
-            "select id from snapshots where verified_ns is null "
+            "select name from snapshots where verified_ns is null "
             "or verified_ns <= ?1 or verified_ns > ?2 order by verified_ns, id"
         )
-        return [id_ for (id_,) in self._all(query, since_ns, now_ns)]
+        return [name for (name,) in self._all(query, since_ns, now_ns)]
 
     def nbytes(self) -> int:
         """Return the bytes of all snapshots."""
@@ -385,14 +385,18 @@ class Index:
     def remove_expired(self) -> list[Row]:
         """Remove what has outlived its time, and all that continues it."""
         now = time.time_ns()
-        with self._asking():
-            query = "select id from snapshots where expires_ns <= ?"
+        query = "select id from snapshots where expires_ns <= ?"
+        if not self._all(query + " limit 1", now):
+            return []
+        with self.transaction():  # nobody prolongs them meanwhile
             ids = self._db.execute(query, (now,)).fetchall()
             # Each row by itself: SQLite's own index of lives may be what is damaged.
             rows = [row for id_ in ids for row in self._select("where id = ?", *id_)]
             if any(row.expires_ns is None or row.expires_ns > now for row in rows):
                 raise BadRow("its order by expiry contradicts its rows")
-        return self.remove([row.id for row in rows]) if rows else []
+            removed = self._remove(row.id for row in rows)
+        reach("remove: rows gone")
+        return removed
 
     def touch(self, uses: Iterable[tuple[int, int, int]]) -> None:
         """Record uses: a snapshot, the time in nanoseconds, and how many hits."""
@@ -414,22 +418,35 @@ class Index:
 
     def remove(self, ids: Iterable[int]) -> list[Row]:
         """Remove snapshots and all that continue them; return what was removed."""
-        removed: dict[int, Row] = {}
         with self.transaction():
-            for id_ in ids:
-                for row in self._select(
-                    "where id in (with recursive tree (id) as (select ? union "
-                    "select snapshots.id from snapshots join tree "
-                    "on parent = tree.id) select id from tree) order by id desc",
-                    id_,
-                ):
-                    removed[row.id] = row
-            # Children have later ids than their parents, so leaves go first.
-            for id_ in sorted(removed, reverse=True):
-                self._db.execute("delete from snapshots where id = ?", (id_,))
-                reach("remove: row written")
+            removed = self._remove(ids)
         reach("remove: rows gone")
+        return removed
+
+    def _remove(self, ids: Iterable[int]) -> list[Row]:
+        removed: dict[int, Row] = {}
+        for id_ in ids:
+            for row in self._select(
+                "where id in (with recursive tree (id) as (select ? union "
+                "select snapshots.id from snapshots join tree "
+                "on parent = tree.id) select id from tree) order by id desc",
+                id_,
+            ):
+                removed[row.id] = row
+        # Children have later ids than their parents, so leaves go first.
+        for id_ in sorted(removed, reverse=True):
+            self._db.execute("delete from snapshots where id = ?", (id_,))
+            reach("remove: row written")
         return list(removed.values())
+
+    def forget_removed(self, names: Collection[str]) -> None:
+        """Let snapshots whose files were missing have rows again once they are back."""
+        if not names:
+            return
+        with self.transaction():
+            self._db.executemany(
+                "delete from removed where name = ?", [(name,) for name in names]
+            )
 
     def remove_traces(self) -> None:
         """Remove what is of no snapshot, but tells of deleted ones: the names of
@@ -457,13 +474,6 @@ class Index:
             self._db.execute("vacuum")
         reach("remove: index compacted")
         self.truncate_log()
-
-    def remove_lost_prefixes(self) -> None:
-        """Remove digests whose snapshot is gone, which only an edit can leave."""
-        with self.transaction():
-            self._db.execute(
-                "delete from prefixes where snapshot not in (select id from snapshots)"
-            )
 
     def remove_leaf(self, id_: int) -> bool:
         """Remove one snapshot if by now nothing continues it and no pin protects it."""
