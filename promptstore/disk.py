@@ -54,7 +54,7 @@ from promptstore.types import Namespace
 from promptstore.volume import Volume
 
 T = TypeVar("T")
-_TRIES = 4
+_TRIES = 8  # each begins deeper, or after an eviction
 _MAX_CHECKPOINTS = 16
 _MIN_REUSED = 64  # tokens
 

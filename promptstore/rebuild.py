@@ -282,7 +282,7 @@ def _adopt_one(
     if place.layout not in {None, layout.id}:
         return None
     try:
-        id_ = index.add(_row_of(file, layout, place.id, tokens))
+        id_ = index.add(_row_of(file, layout, place.id, tokens), beside=True)
     except Duplicate:
         return None
     reach("rebuild: row added")

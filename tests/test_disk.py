@@ -271,6 +271,23 @@ def test_two_that_store_one_prompt_end_with_one(
     assert holds(disk, ids)
 
 
+@pytest.mark.parametrize("stored", [0, 20])
+def test_of_two_that_begin_alike_one_continues_the_other(
+    disk: DiskTier, overtaken: Callable[[Sequence[int]], None], stored: int
+) -> None:
+    """However they race: of two chains side by side a look-up would see one, and what
+    only the other holds of a window would be lost."""
+    ids = tokens(N)
+    other = [*ids[:60], *tokens(N - 60, seed=1)]
+    if stored:
+        disk.save(new(ids[:stored]))
+    overtaken(other)
+    disk.save(new(ids))
+    assert row_of(disk, ids).start == 60
+    assert holds(disk, ids)
+    assert holds(disk, other)
+
+
 @pytest.mark.parametrize("kind", ["full", "state"])
 def test_rows_that_came_between_two_looks_are_not_added_to(
     disk: DiskTier, monkeypatch: pytest.MonkeyPatch, kind: str

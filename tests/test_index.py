@@ -549,6 +549,33 @@ def test_what_has_expired_is_not_found(
     assert not index.find(layout, ids([5000])).expired
 
 
+def test_of_chains_as_deep_the_one_that_ends_there_is_found(
+    index: Index, layout: Layout
+) -> None:
+    """Only where a snapshot ends can all kinds of layers be resumed."""
+    long, short = list(range(200)), list(range(150))
+    index.add(new_row(layout, long, None, 0, ttl_s=100))
+    lasting = new_row(layout, short, None, 0)
+    index.add(lasting)
+    (row,) = index.find(layout, ids(short)).chain
+    assert row.name == lasting.name
+    (row,) = index.find(layout, ids(long)).chain
+    assert row.end == 200
+
+
+def test_a_chain_is_not_doubled(index: Index, layout: Layout) -> None:
+    """What begins like one that lives as long must continue it; not so what outlives
+    it, nor what is added on purpose."""
+    index.add(new_row(layout, [1, 2, 3], None, 0, ttl_s=100))
+    index.add(new_row(layout, [1, 2, 4], None, 0))
+    for ttl_s in (None, 50):
+        with pytest.raises(Gone):
+            index.add(new_row(layout, [1, 2, 5], None, 0, ttl_s=ttl_s))
+    assert index.n_snapshots() == 2
+    index.add(new_row(layout, [1, 2, 5], None, 0), beside=True)
+    assert index.n_snapshots() == 3
+
+
 @pytest.mark.parametrize("at", [100, 256, 300, 600])
 def test_what_an_expired_snapshot_continues_is_found(
     index: Index, layout: Layout, clock: Clock, at: int
@@ -694,16 +721,16 @@ def test_a_prompt_stored_from_elsewhere_is_a_duplicate_too(
 
 
 @pytest.mark.parametrize("gone", [None, 0, 1])
-def test_racing_branches_of_one_beginning_are_found(
+def test_twin_branches_of_one_beginning_are_found(
     index: Index, layout: Layout, gone: int | None
 ) -> None:
-    """Two roots that share a head, as racing processes leave them, are found whole,
-    and either of them is when the other goes."""
+    """Two roots that share a head, as a rebuild or an older version may leave them,
+    are found whole, and either of them is when the other goes."""
     prompts = [tokens(600) + [1] * 300, tokens(600) + [2] * 300]
     rows = []
     for prompt in prompts:
         new = new_row(layout, prompt, None, 0)
-        index.add(new)
+        index.add(new, beside=True)
         rows += index.named(new.name)
     if gone is not None:
         assert index.remove_leaf(rows[gone].id)

@@ -34,7 +34,7 @@ from promptstore.tokens import Tokens
 from promptstore.types import Namespace
 
 _DAY_NS = 86_400 * 10**9
-_MOST_BYTES = 2**63 - 1
+_MOST = 2**63 - 1
 _MAX_SIGHTINGS = 20_000
 
 
@@ -221,8 +221,8 @@ class Index:
             ]
 
     def unverified(self, since_ns: int, now_ns: int) -> list[str]:
-        """Return the names of snapshots not verified in ``(since_ns, now_ns]``, those that it
-        is longest ago for first."""
+        """Return the names of snapshots not verified in ``(since_ns, now_ns]``, those
+        that it is longest ago for first."""
         if not self._has_column("verified_ns"):
             return [name for (name,) in self._all("select name from snapshots")]
         query = (
@@ -275,11 +275,16 @@ class Index:
         reach("insert: layout made")
         return Layout(id_, prefix.seed(digest, layers), layers)
 
-    def add(self, new: NewRow) -> int:
+    def add(self, new: NewRow, *, beside: bool = False) -> int:
         """Add a snapshot whose file is whole, synced and in its place; return its id.
 
+        Args:
+            new: The snapshot.
+            beside: Add it also beside one that begins alike and lives as long.
+
         Raises:
-            Gone: The parent, or the layout, is no longer there.
+            Gone: The parent, or the layout, is no longer there; or it is no longer the
+                one to continue, since one that begins alike was added meanwhile.
             Duplicate: The same prompt is there already, or this snapshot was removed.
         """
         created_ns = time.time_ns() if new.created_ns is None else new.created_ns
@@ -322,6 +327,8 @@ class Index:
             id_ = int(done.lastrowid or 0)
             if new.layout.is_whole:
                 return id_  # found by its end alone
+            if len(own) and not beside and self._has_twin(id_, new):
+                raise Gone
             boundaries = range(start // prefix.BLOCK + 1, end // prefix.BLOCK + 1)
             self._db.executemany(
                 "insert into prefixes values (?, ?, ?) on conflict do nothing",
@@ -501,7 +508,7 @@ class Index:
                 "insert into writes (day, nbytes) select ?1, ?2 where ?2 <= ?3 "
                 "on conflict (day) do update set nbytes = nbytes + ?2 "
                 "where nbytes + ?2 <= ?3",
-                (day, nbytes, _MOST_BYTES if max_bytes is None else max_bytes),
+                (day, nbytes, _MOST if max_bytes is None else max_bytes),
             )
         reach("insert: bytes counted")
         return bool(done.rowcount)
@@ -614,6 +621,19 @@ class Index:
         it."""
         query = "select 1 from pragma_table_info('snapshots') where name = ?"
         return bool(self._all(query, name))
+
+    def _has_twin(self, id_: int, new: NewRow) -> bool:
+        """Whether another snapshot continues the same, begins alike, and lives as long:
+        of two such chains a look-up would see one."""
+        query = (
+            "select 1 from snapshots where layout = ? and parent is ? "
+            "and start_token = ? and first_token = ? and id != ? "
+            "and (expires_ns is null or expires_ns > ?) limit 1"
+        )
+        start = new.extent.start
+        until_ns = _MOST if new.expires_ns is None else new.expires_ns
+        args = new.layout.id, new.parent, start, int(new.tokens[start]), id_, until_ns
+        return self._db.execute(query, args).fetchone() is not None
 
     def _release_label(self, row: Row, label: str) -> None:
         """Take a label, and the pin that came with it, from whoever else has it."""

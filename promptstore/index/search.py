@@ -117,7 +117,7 @@ class Search:
         """Return the chain that goes on deepest from a position, how deep, and whether
         only what has expired would go on there; ``None`` if it takes too many steps.
 
-        There is more than one way only where lives differ, or where processes raced.
+        There is more than one way only where lives differ, or after a rebuild.
         """
         while position < len(self._tokens):
             children = self._children(chain[-1].id if chain else None, position)
@@ -126,7 +126,7 @@ class Search:
                 return chain, position, bool(children)
             if len(alive) > 1:
                 ways = [self._deepest(*self._step(chain, row)) for row in alive]
-                return max((w for w in ways if w is not None), key=lambda way: way[1])
+                return max((way for way in ways if way is not None), key=_rank)
             if len(chain) == max_steps:
                 return None
             chain, position = self._step(chain, alive[0])
@@ -193,6 +193,13 @@ class Search:
 
     def _is_expired(self, row: Row) -> bool:
         return row.expires_ns is not None and row.expires_ns <= self._until_ns
+
+
+def _rank(way: _Way) -> tuple[int, bool]:
+    """Return what makes one way better than another: how deep it goes, and that a
+    snapshot ends there, where also windows can be resumed."""
+    chain, position, _ = way
+    return position, bool(chain) and chain[-1].end == position
 
 
 def ancestors(db: sqlite3.Connection, id_: int) -> list[Row]:
