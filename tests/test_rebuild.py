@@ -441,6 +441,17 @@ def test_a_newer_index_is_never_rebuilt(root: Path) -> None:
     assert not list(root.glob("index.db.*"))
 
 
+def test_a_migration_whose_name_is_spoilt_is_not_a_newer_one(root: Path) -> None:
+    """A newer version has all that this one has, and more."""
+    with closing(sqlite3.connect(root / "index.db")) as db, db:
+        db.execute(
+            "update _sqlite_migrations set name = 'm001_snarshots' "
+            "where name = 'm001_snapshots'"
+        )
+    with opened(root) as store:
+        assert_all_is_well(root, store=store)
+
+
 # -------------------------------------------------------------- an index that lies
 
 

@@ -199,11 +199,14 @@ def _configure(db: sqlite3.Connection) -> sqlite3.Connection:
 
 def refuse_newer(db: sqlite3.Connection, path: Path) -> None:
     try:
-        unknown = _applied(db) - set(NAMES)
+        applied = _applied(db)
     except ERRORS as error:
         raise _trouble(path, "cannot be read", error) from error
-    if unknown:
+    unknown = applied - set(NAMES)
+    if unknown and applied >= set(NAMES):
         raise StoreTooNew(path.parent, tuple(sorted(unknown)))
+    if unknown:  # a newer version has all of ours as well
+        raise IndexDamaged(path.parent, f"its {path.name} lacks migrations of ours")
 
 
 def _applied(db: sqlite3.Connection) -> set[str]:
