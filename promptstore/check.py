@@ -28,8 +28,8 @@ def check(disk: DiskTier) -> list[Finding]:
     """
     findings = []
     # On a connection of its own: matches must not wait for a check.
-    with contextlib.closing(Index(disk.root.index, read_only=True)) as index:
-        is_sound = index.is_sound()
+    with contextlib.closing(Index(disk.root.index, read_only=True)) as own:
+        is_sound = own.is_sound()
     if not is_sound:
         findings.append(Finding("index", "index.db", "SQLite finds it damaged"))
     # Files before rows: a row that comes meanwhile must not make its file an orphan.
