@@ -40,7 +40,11 @@ def require_local(path: Path) -> None:
     Raises:
         StoreUnavailable: It is.
     """
-    name = file_system(path)
+    try:
+        name = file_system(path)
+    except OSError as error:
+        reason = f"its file system cannot be told: {error.strerror}"
+        raise StoreUnavailable(path, reason) from error
     if name in _NETWORK or name == "fuse" or name.startswith("fuse."):
         reason = (
             f"is on a {name} file system, where SQLite's locks do not work; use a "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from promptstore import snapshot
 from promptstore.disk import DiskTier
 from promptstore.errors import (
     IndexDamaged,
@@ -96,6 +97,7 @@ def repair(disk: DiskTier, findings: Iterable[Finding]) -> None:
     if any(finding.kind == "index" for finding in found):
         _rebuild(disk, names)
     disk.remove(row.id for row in disk.index.rows() if row.name in names)
+    _unlink_damaged(disk, {each.name for each in found if each.kind == "orphan"})
     disk.budget.sweep()
 
 
@@ -104,12 +106,18 @@ def _rebuild(disk: DiskTier, bad: set[str]) -> None:
 
     What the index says of them, and of what continues them, is not to be trusted.
     """
-    for path in disk.root.snapshots():
-        with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
-            if path.stem in bad and not is_whole(path):
-                path.unlink(missing_ok=True)
+    _unlink_damaged(disk, bad)
     disk.volume.distrust("its index.db was found damaged by a check")
     disk.volume.stay_in_place()
+
+
+def _unlink_damaged(disk: DiskTier, names: set[str]) -> None:
+    """Remove those files of *names* of which not every byte is what was written."""
+    for path in disk.root.snapshots():
+        if path.stem in names and snapshot.is_abandoned(path):
+            with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
+                if not is_whole(path):
+                    path.unlink(missing_ok=True)
 
 
 def verify_row(

@@ -186,7 +186,7 @@ def adopt(
         Those that are no good: damaged, stored twice, removed before, or without what
         they continue. What continues a file that is left alone is not among them.
     """
-    known = index.names()
+    known, adopted = index.names(), set()
     bad: list[Path] = []
     left: set[str] = set()
     waiting: dict[str | None, list[_File]] = {}
@@ -214,14 +214,25 @@ def adopt(
         parent, place = places.pop()
         for file in waiting.pop(parent, []):
             with contextlib.suppress(Gone):  # what it continues: the next one decides
-                child = _adopt_one(index, layout_of, place, file)
+                child = _adopt_one(index, root, layout_of, place, file)
                 if child is not None:
+                    adopted.add(file.path.stem)
                     places.append((file.path.stem, child))
                 elif not index.has(file.path.stem):  # by another process meanwhile
                     bad.append(file.path)
+    _give_care(index, root, adopted)
     while left:  # what continues a file that is left alone is left alone as well
         left = {file.path.stem for name in left for file in waiting.pop(name, [])}
     return bad + [file.path for files in waiting.values() for file in files]
+
+
+def _give_care(index: Index, root: Root, adopted: set[str]) -> None:
+    """Give files that could not be read while the index was made anew what the one
+    that was set aside knows of them."""
+    aside = root.damaged_index
+    if adopted and aside.is_file() and not aside.is_symlink():
+        care = read_remains(aside).care
+        index.give({name: care[name] for name in adopted & care.keys()})
 
 
 def _is_another(own: bytes, former: bytes) -> bool:
@@ -256,6 +267,7 @@ def _places(
 
 def _adopt_one(
     index: Index,
+    root: Root,
     layout_of: Callable[[Namespace, str], Layout],
     place: _Place,
     file: _File,
@@ -265,6 +277,7 @@ def _adopt_one(
 
     Raises:
         Gone: What it continues was removed meanwhile.
+        IndexDamaged: The index has the same prompt in a file that is not there.
     """
     contents, extent = file.contents, file.contents.extent
     is_root = place.id is None
@@ -284,12 +297,28 @@ def _adopt_one(
     try:
         id_ = index.add(_row_of(file, layout, place.id, tokens), beside=True)
     except Duplicate:
+        _require_file(index, root, layout, tokens)
         return None
     reach("rebuild: row added")
     if not file.path.exists():  # removed, and that so long ago that it is forgotten
         index.remove([id_])
         return None
     return _Place(id_, layout.id, extent.start, tokens)
+
+
+def _require_file(index: Index, root: Root, layout: Layout, tokens: Tokens) -> None:
+    """Raise if the snapshot that the index has of a prompt has no file: an older copy,
+    or another store's, whose rows would keep good files out.
+
+    Raises:
+        IndexDamaged: It has none.
+    """
+    row = index.row_at(layout, tokens)
+    if row is None or os.path.lexists(root.path_of(row.name)):
+        return
+    if index.has(row.name):  # it was not just evicted
+        index.damage = IndexDamaged(root.path, "its index.db has rows of no files")
+        raise index.damage
 
 
 def _row_of(file: _File, layout: Layout, parent: int | None, tokens: Tokens) -> NewRow:

@@ -150,10 +150,11 @@ class Volume:
         old = {self.index, self.writer}
         try:
             self._open(self._damage)
-        finally:
+        except BaseException:
             now = time.monotonic()
             if now - start > _LONG_S:
                 self._rests_until = now + _REST * (now - start)
+            raise
         self.on_replaced()
         # Other threads may be at work on them: what they find is not in place any more.
         self._retired, retired = old, self._retired

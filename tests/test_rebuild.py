@@ -26,6 +26,7 @@ from promptstore import (
     PromptStore,
     StoreTooNew,
     StoreUnavailable,
+    UnknownSnapshot,
     WriteFailed,
 )
 from promptstore.errors import IndexDamaged
@@ -47,10 +48,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed store of four labelled prompts, one of them pinned."""
     root = tmp_path_factory.mktemp("healthy") / "store"
     with PromptStore.open(root) as store:
-        for name, ids in PROMPTS.items():
-            store.insert(NS, ids, kv_of(ids), label=name, pin=name == "alone")
-            store.flush()
+        fill(store)
     return root
+
+
+def fill(store: PromptStore) -> None:
+    for name, ids in PROMPTS.items():
+        store.insert(NS, ids, kv_of(ids), label=name, pin=name == "alone")
+        store.flush()
 
 
 @pytest.fixture
@@ -291,7 +296,8 @@ def test_what_is_somebody_elses_is_never_removed(root: Path, damage: str) -> Non
         DAMAGE[damage](root / "index.db")
         with opened(root) as store:
             store.repair(store.check())
-            store.evict(to_bytes=0)
+    with opened(root) as store:
+        store.evict(to_bytes=0)
     aside = [root / f"index.db.foreign-{n}" for n in (1, 2)]
     assert all(os.path.lexists(path) for path in aside)
     if damage == "a directory":
@@ -299,6 +305,50 @@ def test_what_is_somebody_elses_is_never_removed(root: Path, damage: str) -> Non
     if damage == "a link":
         assert [path.is_symlink() for path in aside] == [True, True]
         assert (root.parent / "target.db").is_file()
+
+
+@pytest.mark.parametrize("damage", ["a directory", "a link", "another program's"])
+def test_without_snapshots_of_ours_it_is_left_where_it_is(
+    tmp_path: Path, damage: str
+) -> None:
+    """The directory may be another program's, which has its database open."""
+    root = tmp_path / "root"
+    PromptStore.open(root).close()
+    DAMAGE[damage](root / "index.db")
+    with pytest.raises(StoreUnavailable):
+        PromptStore.open(root)
+    assert not list(root.glob("index.db.foreign*"))
+
+
+def test_an_older_copy_of_the_index_costs_no_file(root: Path) -> None:
+    """Its rows without files keep no files without rows from being found: it is made
+    anew (a backup that was put back, or another store's index)."""
+    old = (root / "index.db").read_bytes()
+    with opened(root) as store:
+        for name in list(ALL):
+            with contextlib.suppress(UnknownSnapshot):
+                store.delete(name)
+        assert files(root) == {}
+        fill(store)
+    n_files = len(files(root))
+    (root / "index.db").write_bytes(old)
+    with opened(root) as store:
+        more = [9, *tokens(99, seed=9)]
+        store.insert(NS, more, kv_of(more))
+        store.flush()
+        assert len(files(root)) == n_files + 1
+        assert served(store) == ALL
+        assert store.check() == []
+
+
+def test_our_index_without_its_list_of_migrations_is_ours(root: Path) -> None:
+    """It tells of prompts: a deletion removes it too."""
+    with closing(sqlite3.connect(root / "index.db")) as db, db:
+        db.execute("delete from _sqlite_migrations")
+    with opened(root) as store:
+        assert (root / "index.db.damaged").exists()
+        store.delete("alone")
+    assert not list(root.glob("index.db.*"))
 
 
 def test_it_counts_and_goes_first(root: Path) -> None:

@@ -379,10 +379,14 @@ def test_the_page_cache_is_left_as_it_was(tmp_path: Path, was_cached: bool) -> N
             pytest.skip("this file system keeps all pages, or cannot tell")
         if was_cached:
             path.read_bytes()
-        with left_as_found(path):
-            path.read_bytes()
-            assert list(pages._absent(file.fileno())) == []
-        assert bool(list(pages._absent(file.fileno()))) != was_cached
+        for _ in range(50):  # the system may keep pages that it has just read
+            with left_as_found(path):
+                path.read_bytes()
+                assert list(pages._absent(file.fileno())) == []
+            if bool(list(pages._absent(file.fileno()))) != was_cached:
+                break
+        else:
+            pytest.fail("its pages are never as they were")
 
 
 def test_a_file_that_cannot_be_opened_is_left_alone(tmp_path: Path) -> None:

@@ -74,11 +74,12 @@ def _require_whole(db: sqlite3.Connection, path: Path) -> None:
     refuse_newer(db, path)
     query = "select name from sqlite_master where type = 'table'"
     tables = {name for (name,) in db.execute(query)}
-    if tables and not tables & _TABLES:
+    applied = _applied(db)
+    if tables and not applied and not tables >= _TABLES:
         raise IndexDamaged(
             path.parent, f"its {path.name} is another program's", foreign=True
         )
-    if not tables >= _TABLES:
+    if not applied or not tables >= _TABLES:
         raise IndexDamaged(path.parent, f"its {path.name} holds no index")
     if path.stat().st_size <= _CHECK_BYTES:
         (found,) = db.execute("pragma integrity_check(1)").fetchone()
