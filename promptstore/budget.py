@@ -35,7 +35,7 @@ class Limits:
 
 
 class Budget:
-    """Keeps what lies under a root within its limits. On the writer's thread."""
+    """Keeps what lies under a root within its limits."""
 
     def __init__(self, volume: Volume, limits: Limits) -> None:
         self.limits = limits
