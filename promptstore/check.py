@@ -28,10 +28,7 @@ def check(disk: DiskTier) -> list[Finding]:
     Files that another process is just writing are no findings.
     """
     findings = []
-    # On a connection of its own: matches must not wait for a check.
-    with contextlib.closing(Index(disk.root.index, read_only=True)) as own:
-        is_sound = own.is_sound()
-    if not is_sound:
+    if not _is_sound(disk):
         findings.append(Finding("index", "index.db", "SQLite finds it damaged"))
     # Files before rows: a row that comes meanwhile must not make its file an orphan.
     files = disk.root.files()
@@ -45,6 +42,15 @@ def check(disk: DiskTier) -> list[Finding]:
     except IndexDamaged as error:
         index = Finding("index", "index.db", str(error))
         return [index, *_check_files(disk), *foreign]
+
+
+def _is_sound(disk: DiskTier) -> bool:
+    # On a connection of its own: matches must not wait for a check.
+    try:
+        with contextlib.closing(Index(disk.root.index, read_only=True)) as index:
+            return index.is_sound()
+    except IndexDamaged:
+        return False
 
 
 def _check_rows(disk: DiskTier, files: Iterable[Path]) -> list[Finding]:
