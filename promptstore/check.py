@@ -16,6 +16,7 @@ from promptstore.errors import (
     SnapshotUnreadable,
     SnapshotUnsupported,
 )
+from promptstore.failpoints import reach
 from promptstore.index import Index, Row
 from promptstore.rebuild import is_row_at_fault, is_whole
 from promptstore.snapshot import left_as_found, read_contents
@@ -124,6 +125,7 @@ def _unlink_damaged(disk: DiskTier, names: set[str]) -> None:
             with contextlib.suppress(SnapshotUnreadable, SnapshotUnsupported):
                 if not is_whole(path):
                     path.unlink(missing_ok=True)
+                    reach("repair: file gone")
 
 
 def verify_row(

@@ -607,8 +607,9 @@ class DiskTier:
     def save_uses(self) -> None:
         """Record the noted uses. On the writer's thread."""
         with self._lock:
-            uses, self._uses = self._uses, {}
-        self._writer.touch((id_, now, n_hits) for id_, (now, n_hits) in uses.items())
+            noted, self._uses = self._uses, {}
+        uses = [(id_, now, n_hits) for id_, (now, n_hits) in noted.items()]
+        self.ask(lambda: self._writer.touch(uses))
         reach("uses: written")
 
 

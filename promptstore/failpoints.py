@@ -44,6 +44,7 @@ STEPS = (
     "remove: file gone",
     "remove: traces gone",
     "remove: index compacted",
+    "repair: file gone",
     "sweep: file gone",
     "uses: written",
 )

@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "index", "layers", "plan", "prefix", "rebuild", "restore", "resume", "root",
         "snapshot", "tokens", "types", "volume",
     },
-    "check": {"disk", "errors", "index", "rebuild", "snapshot", "types"},
+    "check": {"disk", "errors", "failpoints", "index", "rebuild", "snapshot", "types"},
     "scrub": {"check", "disk", "errors", "types"},
     "counters": {"errors", "types"},
     "matching": {

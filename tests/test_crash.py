@@ -260,7 +260,7 @@ SCENARIOS = {
     ),
     "repair": Scenario(
         repairing,
-        _REMOVE | {"sweep: file gone": 2},
+        _REMOVE | {"repair: file gone": 1, "sweep: file gone": 1},
         stored=ALL,
         lasting=STATE,
         prepare=damage,
