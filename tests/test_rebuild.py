@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -641,6 +642,57 @@ def test_what_was_removed_stays_so_in_an_index_that_is_made_anew(root: Path) -> 
         store.repair(store.check())
         assert store.check() == []
         assert served(store) == ALL | {"alone": 0}
+
+
+def test_a_deletion_outlives_an_index_that_is_made_anew_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process put in the index's place knows nothing of it: once more."""
+    path = root / "index.db"
+    old = path.read_bytes()
+    done: list[str] = []
+
+    def replace_index(step: str) -> None:
+        if step == "remove: rows gone" and not done:
+            done.append(step)
+            for suffix in ("", "-wal", "-shm"):
+                os.rename(f"{path}{suffix}", f"{path}.damaged{suffix}")
+            path.write_bytes(old)
+
+    with opened(root) as store:
+        monkeypatch.setattr("promptstore.failpoints.hook", replace_index)
+        assert store.delete("alone") == 2
+        assert done
+        assert served(store) == ALL | {"alone": 0}
+        assert store.check() == []
+    assert not list(root.glob("index.db.*"))
+
+
+def test_what_continues_an_unreadable_file_is_left_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sweep takes it for lost: it is adopted once all can be read (C09)."""
+    with opened(root) as store:
+        (base,) = [info.id for info in store.snapshots() if info.label == "base"]
+    n_files = len(files(root))
+    (root / "index.db").unlink()
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if Path(os.fspath(path)).stem == base:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **options)
+
+    more = [9, *tokens(99, seed=9)]
+    with opened(root) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refuse)
+            store.insert(NS, more, kv_of(more))
+            store.flush()
+        assert len(files(root)) == n_files + 1
+        store.repair(store.check())
+        assert store.check() == []
+        assert served(store) == ALL
 
 
 def test_a_file_that_is_being_made_is_not_adopted(root: Path) -> None:
