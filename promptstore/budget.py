@@ -169,8 +169,9 @@ class Budget:
         whole = [path for path in lost if root.is_final(path)]
         for path in bad.union(rebuild.adopt(writer, root, whole) if whole else []):
             # What cannot be removed counts, but must not end all writing.
-            with contextlib.suppress(OSError):
-                if not writer.has(path.stem):  # another process may have adopted it
+            with contextlib.suppress(OSError), snapshot.claim(path) as is_mine:
+                # Another process may have locked or adopted it since it was found.
+                if is_mine and not writer.has(path.stem):
                     path.unlink(missing_ok=True)
                     reach("sweep: file gone")
 

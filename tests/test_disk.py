@@ -14,7 +14,7 @@ import pytest
 from builders import arrays_cache, cut_to, fingerprints, kv_of, prints, tokens
 
 from promptstore import snapshot
-from promptstore.budget import Limits
+from promptstore.budget import Budget, Limits
 from promptstore.capture import take_in
 from promptstore.check import check
 from promptstore.delta import NewSnapshot
@@ -562,6 +562,20 @@ def test_orphans_go_before_snapshots(disk: DiskTier, suffix: str) -> None:
     assert not left.exists()
     assert [n_found(disk, ids) for ids in (first, second, third)] == [N, N, N]
     assert disk.budget.n_evicted == 0
+
+
+def test_a_file_that_was_just_created_is_not_swept_once_it_is_locked(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between creating and locking a file its maker cannot be told from a dead one."""
+    name = secrets.token_hex(16)
+    with disk.root.new_file(name) as (_, publish):
+        path = disk.root.path_of(name).with_suffix(".tmp")
+        with monkeypatch.context() as patch:
+            patch.setattr(Budget, "_lost", lambda _: [path])
+            disk.budget.sweep()
+        publish()
+    disk.root.unlink(name)
 
 
 def test_orphans_go_before_snapshots_when_asked_to_evict(disk: DiskTier) -> None:

@@ -32,7 +32,7 @@ from promptstore.snapshot.read import (
     stamp_at,
 )
 from promptstore.snapshot.rows import Placed, Rows, copy_rows
-from promptstore.snapshot.write import Body, create, is_abandoned, write
+from promptstore.snapshot.write import Body, claim, create, is_abandoned, write
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -44,6 +44,7 @@ __all__ = [
     "SnapshotFile",
     "Stamp",
     "Written",
+    "claim",
     "copy_rows",
     "create",
     "header_checksum",

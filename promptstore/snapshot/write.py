@@ -74,16 +74,36 @@ def _create_locked(path: Path) -> int:
 
 def is_abandoned(path: Path) -> bool:
     """Whether no process is still making the file at *path*."""
+    with _locked(path, fcntl.LOCK_SH) as is_locked:
+        return is_locked
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Yield whether no process is still making the file at *path*; until the block
+    ends none begins to, and one that has just created it sees it go."""
+    with _locked(path, fcntl.LOCK_EX) as is_locked:
+        yield is_locked
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[bool]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return False
+        yield False
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
+        yield _lock(fd, how)
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError:
+        return False
     return True
 
 
