@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import secrets
 import shutil
 import sqlite3
 import sys
@@ -14,6 +16,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -87,10 +90,34 @@ def sql(root: Path) -> Iterator[sqlite3.Connection]:
         db.close()
 
 
+def names_apart(first: int, last: int) -> Any:
+    """Have new files lie in folders ``[first, last)`` in turn: what is done to the
+    folder of one must not reach another."""
+    numbers, plain = itertools.cycle(range(first, last)), secrets.token_hex
+
+    def name(nbytes: int) -> str:
+        return f"{next(numbers):02x}{plain(nbytes - 1)}"
+
+    return mock.patch("secrets.token_hex", name)
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    """No test's new files lie in the folders of those that were there."""
+    with names_apart(16, 256):
+        yield
+
+
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of one tenant's prompts, another's, and a state; and another store."""
     root = tmp_path_factory.mktemp("healthy")
+    with names_apart(0, 16):
+        fill(root)
+    return root
+
+
+def fill(root: Path) -> None:
     with opened(root / "store") as store:
         for name in (*PROMPTS, "state"):
             store.insert(NS, ids_of(name), cache_of(name), label=name)
@@ -99,7 +126,6 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.insert(NS, ALONE, kv_of(ALONE, n_layers=3), label="three layers")
     with opened(root / "another") as store:
         store.insert(NS, BASE, cache_of("base", salt=9), label="elsewhere")
-    return root
 
 
 @pytest.fixture
