@@ -98,8 +98,9 @@ class Budget:
         """
         root, index = self._volume.root, self._volume.writer
         self._sweep_strays()
-        bound, error = self._bound(nbytes)
-        if root.nbytes() + nbytes <= bound:
+        used = root.nbytes()
+        bound, error = self._bound(used, nbytes)
+        if used + nbytes <= bound:
             return
         root.remove_damaged_index()
         index.truncate_log()
@@ -113,12 +114,12 @@ class Budget:
         if root.nbytes() + nbytes > bound:
             raise error
 
-    def _bound(self, nbytes: int) -> tuple[int, PromptStoreError]:
-        """Return the bytes that may lie under the root, and what to raise if the
-        thing to be written cannot be had within them."""
+    def _bound(self, used: int, nbytes: int) -> tuple[int, PromptStoreError]:
+        """Return the bytes that may lie under the root, of which *used* do, and what to
+        raise if the thing to be written cannot be had within them."""
         limits = self.limits
         free = self._volume.root.free_bytes()
-        bound = self._volume.root.nbytes() + free - limits.min_free_bytes
+        bound = used + free - limits.min_free_bytes
         if bound < limits.max_bytes:
             return bound, NoSpace(nbytes, free, limits.min_free_bytes)
         return limits.max_bytes, TooLarge(nbytes, limits.max_bytes)

@@ -193,20 +193,16 @@ def adopt(
     for path in paths:
         if path.stem in known:
             continue
-        left.add(path.stem)
-        with contextlib.suppress(SnapshotError):
-            if not snapshot.is_abandoned(path):
-                continue
-            try:
-                file = _File(path, *snapshot.read_contents(path))
-            except SnapshotCorrupt:
-                bad.append(path)
-                left.remove(path.stem)
-                continue
-            left.remove(path.stem)
-            if _is_another(file.written.checksums, former.get(path.stem, b"")):
-                path.unlink(missing_ok=True)
-                continue
+        try:
+            file = _read_file(path)
+        except SnapshotCorrupt:
+            bad.append(path)
+            continue
+        if file is None:
+            left.add(path.stem)
+        elif _is_another(file.written.checksums, former.get(path.stem, b"")):
+            path.unlink(missing_ok=True)
+        else:
             waiting.setdefault(file.contents.parent, []).append(file)
     places = _places(index, waiting)
     layout_of = functools.cache(index.layout)
@@ -224,6 +220,22 @@ def adopt(
     while left:  # what continues a file that is left alone is left alone as well
         left = {file.path.stem for name in left for file in waiting.pop(name, [])}
     return bad + [file.path for files in waiting.values() for file in files]
+
+
+def _read_file(path: Path) -> _File | None:
+    """Return a file and what it says of itself; ``None`` if it is to be left alone.
+
+    Raises:
+        SnapshotCorrupt: It is damaged.
+    """
+    if not snapshot.is_abandoned(path):
+        return None
+    try:
+        return _File(path, *snapshot.read_contents(path))
+    except SnapshotCorrupt:
+        raise
+    except SnapshotError:
+        return None
 
 
 def _give_care(index: Index, root: Root, adopted: set[str]) -> None:
@@ -258,10 +270,10 @@ def _places(
         if name is None:
             places.append((None, _Place(None, None, 0, np.zeros(0, np.int64))))
             continue
-        for row in index.named(name):
-            if row.name == name:
-                tokens = index.tokens_of(row)
-                places.append((name, _Place(row.id, row.layout, row.start, tokens)))
+        row = index.row(name)
+        if row is not None:
+            tokens = index.tokens_of(row)
+            places.append((name, _Place(row.id, row.layout, row.start, tokens)))
     return places
 
 

@@ -179,7 +179,7 @@ class Root:
         state."""
         return [
             path
-            for path, _ in _files(self.path)
+            for path in _files(self.path)
             if path.parent != self.path or not _OWN.fullmatch(path.name)
         ]
 
@@ -187,7 +187,7 @@ class Root:
         """Yield every file that has the place and the final name of a snapshot."""
         if self._snapshots.is_symlink():
             return
-        for path, _ in _files(self._snapshots):
+        for path in _files(self._snapshots):
             if self.is_final(path) and self.is_ours(path):
                 yield path
 
@@ -265,8 +265,8 @@ def _make_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def _files(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Yield every file under *directory* with its size; links are not followed."""
+def _files(directory: Path) -> Iterator[Path]:
+    """Yield every file under *directory*; links are not followed."""
     try:
         entries = list(os.scandir(directory))
     except OSError:
@@ -276,4 +276,4 @@ def _files(directory: Path) -> Iterator[tuple[Path, int]]:
             if entry.is_dir(follow_symlinks=False):
                 yield from _files(Path(entry.path))
             else:
-                yield Path(entry.path), entry.stat(follow_symlinks=False).st_size
+                yield Path(entry.path)

@@ -7,10 +7,13 @@ exactly: a row repeats the digits ``position % 128``, ``position // 128``, head,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -328,3 +331,17 @@ def row(
         expires_ns=None,
         hits=0,
     )
+
+
+@contextlib.contextmanager
+def sql(root: Path) -> Iterator[sqlite3.Connection]:
+    """Edit the index behind everybody's back, without its guards."""
+    db = sqlite3.connect(root / "index.db")
+    try:
+        with db:
+            db.execute("pragma foreign_keys = off")
+            db.execute("pragma ignore_check_constraints = on")
+            db.execute("drop trigger snapshots_are_immutable")
+            yield db
+    finally:
+        db.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from builders import cut_to, kv_of, prints, tokens
+from builders import cut_to, kv_of, prints, sql, tokens
 
 from promptstore import Finding, Namespace, PromptStore, SnapshotInfo, snapshot
 
@@ -64,20 +64,6 @@ def opened(root: Path) -> Iterator[PromptStore]:
     """Open a store that serves from disk alone."""
     with PromptStore.open(root, memory_bytes=0) as store:
         yield store
-
-
-@contextlib.contextmanager
-def sql(root: Path) -> Iterator[sqlite3.Connection]:
-    """Edit the index behind everybody's back, without its guards."""
-    db = sqlite3.connect(root / "index.db")
-    try:
-        with db:
-            db.execute("pragma foreign_keys = off")
-            db.execute("pragma ignore_check_constraints = on")
-            db.execute("drop trigger snapshots_are_immutable")
-            yield db
-    finally:
-        db.close()
 
 
 def path_of(root: Path, info: SnapshotInfo) -> Path:

@@ -20,7 +20,7 @@ from unittest import mock
 
 import mlx.core as mx
 import pytest
-from builders import arrays_cache, fingerprints, kv_of, tokens
+from builders import arrays_cache, fingerprints, kv_of, sql, tokens
 from hostile import (
     CORPUS,
     FILES,
@@ -74,20 +74,6 @@ def opened(root: Path) -> Iterator[PromptStore]:
     """Open a store that serves from disk alone."""
     with PromptStore.open(root, memory_bytes=0, min_tokens=1) as store:
         yield store
-
-
-@contextlib.contextmanager
-def sql(root: Path) -> Iterator[sqlite3.Connection]:
-    """Edit the index behind everybody's back, without its guards."""
-    db = sqlite3.connect(root / "index.db")
-    try:
-        with db:
-            db.execute("pragma foreign_keys = off")
-            db.execute("pragma ignore_check_constraints = on")
-            db.execute("drop trigger snapshots_are_immutable")
-            yield db
-    finally:
-        db.close()
 
 
 def names_apart(first: int, last: int) -> Any:

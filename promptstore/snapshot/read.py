@@ -67,13 +67,15 @@ class SnapshotFile:
         """Close the descriptor."""
         os.close(self._fd)
 
-    def verify_header(self) -> None:
-        """Compare the header with its checksum.
+    def verify_header(self) -> Rows:
+        """Compare the header with its checksum, and return it.
 
         Raises:
             SnapshotCorrupt: They differ.
         """
-        self._compare(0, self._read(0, self._data_start), "header")
+        head = self._read(0, self._data_start)
+        self._compare(0, head, "header")
+        return head
 
     def verify_claims(self, claims: Claims) -> None:
         """Compare the header with its checksum, and what it says with the index.
@@ -82,8 +84,7 @@ class SnapshotFile:
             SnapshotCorrupt: Something differs.
             SnapshotUnsupported: The file is of another format.
         """
-        head = self._read(0, self._data_start)
-        self._compare(0, head, "header")
+        head = self.verify_header()
         size = self._data_start + self._shape.data_nbytes
         try:
             facts = header.facts_of(self.path, head.data, size)
@@ -310,11 +311,7 @@ def read_contents(path: Path) -> tuple[Contents, Tokens, Written]:
     """
     fd = _open(path)
     try:
-        size = _regular(path, os.fstat(fd)).st_size
-        n_header = int.from_bytes(_pread(path, fd, min(size, 8), 0), "little")
-        if not 0 < n_header <= size - 8:
-            raise SnapshotCorrupt(path, "is no safetensors file")
-        head = _pread(path, fd, 8 + n_header, 0)
+        head, size = _read_head(path, fd)
         contents, sums = header.parse(path, head.data, size)
         digest = xxhash.xxh3_128_digest(head.data)
         del head
@@ -337,13 +334,19 @@ def header_checksum(path: Path) -> bytes:
     """
     fd = _open(path)
     try:
-        size = _regular(path, os.fstat(fd)).st_size
-        n_header = int.from_bytes(_pread(path, fd, min(size, 8), 0), "little")
-        if not 0 < n_header <= size - 8:
-            raise SnapshotCorrupt(path, "is no safetensors file")
-        return xxhash.xxh3_128_digest(_pread(path, fd, 8 + n_header, 0).data)
+        head, _ = _read_head(path, fd)
+        return xxhash.xxh3_128_digest(head.data)
     finally:
         os.close(fd)
+
+
+def _read_head(path: Path, fd: int) -> tuple[Rows, int]:
+    """Return the bytes of a file up to its data, and the size of all of it."""
+    size = _regular(path, os.fstat(fd)).st_size
+    n_header = int.from_bytes(_pread(path, fd, min(size, 8), 0), "little")
+    if not 0 < n_header <= size - 8:
+        raise SnapshotCorrupt(path, "is no safetensors file")
+    return _pread(path, fd, 8 + n_header, 0), size
 
 
 def _pread(path: Path, fd: int, nbytes: int, offset: int) -> Rows:
