@@ -21,6 +21,7 @@ from promptstore.errors import NotCovered
 from promptstore.extent import StateArray
 from promptstore.layers import Layers, is_whole, to_text
 from promptstore.layers import leaves as leaf_layers
+from promptstore.opaque import Opaque, unwrap
 from promptstore.ranges import Ranges, Run, clip, of_runs
 from promptstore.restore import rings_of, state_arrays
 from promptstore.snapshot import Placed, Rows
@@ -50,6 +51,12 @@ class Capture:
         """Whether it can be used only whole."""
         return self.layers is None or is_whole(self.text)
 
+    @property
+    def opaque(self) -> Opaque | None:
+        """Layers of unknown classes that can be cut by themselves, if it has such."""
+        first = self.cache[0] if self.cache else None
+        return first if isinstance(first, Opaque) else None
+
     def held(self, leaf: int) -> Ranges:
         """Return the tokens of which the rows of a leaf are held."""
         return of_runs(self.leaves[leaf].runs)
@@ -75,6 +82,8 @@ class Capture:
         """Return the deepest position up to *limit* that can be resumed."""
         if limit >= self.n_tokens:
             return self.n_tokens
+        if self.opaque is not None and self.opaque.is_cuttable:
+            return limit
         if self.layers is None or self.is_whole or resume.has_state(self.layers):
             return 0
         return resume.deepest(self.layers, limit, self.held)
@@ -110,6 +119,8 @@ class Intake:
     def size(self) -> tuple[int, int]:
         """Return the bytes of the cache, padding included, and its arrays."""
         arrays = _arrays(self.cache)
+        if len(self.cache) == 1 and isinstance(self.cache[0], Opaque):
+            return self.cache[0].nbytes, len(arrays)
         return sum(array.nbytes for array in arrays), len(arrays)
 
     def capture(self) -> Capture:
@@ -177,7 +188,7 @@ def take_in(
         raise ValueError("cache has no layers")
     if n_target is not None and not 0 < n_target <= len(cache):
         raise ValueError(f"n_target must be in [1, {len(cache)}], not {n_target}")
-    unknown = codecs.unknown_classes(cache)
+    unknown = codecs.unknown_classes(unwrap(cache))
     batches = [name for name in unknown if name.startswith("Batch")]
     if batches:
         raise ValueError(
@@ -262,6 +273,11 @@ def _n_held(cache: Sequence[Any], n_asked: int) -> int:
 
 
 def _arrays(cache: Sequence[Any]) -> list[mx.array]:
-    states = [getattr(leaf, "state", None) for leaf in codecs.leaves_of(cache)]
+    inner = [
+        layer
+        for outer in cache
+        for layer in (outer.layers if isinstance(outer, Opaque) else [outer])
+    ]
+    states = [getattr(leaf, "state", None) for leaf in codecs.leaves_of(inner)]
     leaves: Any = tree_flatten(states)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

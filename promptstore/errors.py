@@ -17,6 +17,7 @@
     ├── NoSpace                too little is free on the file system
     ├── DailyLimit             today's bytes are written
     ├── ModelUnreadable        a model directory cannot be identified
+    │   └── ModelChanged       its files changed while it was in use
     ├── UnknownSnapshot        no snapshot has that id or label
     └── WriteFailed            what the writer thread met; raised by flush()
 """
@@ -168,6 +169,15 @@ class ModelUnreadable(PromptStoreError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
         self.path = path
+
+
+class ModelChanged(ModelUnreadable):
+    """A model's files changed while it was in use; its KV belongs to nobody."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path, "the model's files changed while it was in use; load it anew"
+        )
 
 
 class UnknownSnapshot(PromptStoreError):

@@ -149,9 +149,12 @@ class Matcher:
 
     def _from_memory(self, entry: Entry, n_tokens: int, n_total: int) -> list[Any]:
         own = entry.capture
-        if own.layers is None:
-            return copy.deepcopy(own.cache)
         whole = n_tokens == len(entry.tokens)
+        if own.layers is None:
+            cache = copy.deepcopy(own.cache)
+            if not whole:
+                cache[0].cut(n_tokens)
+            return cache
         if not self._memory.take(entry, n_tokens):
             return restore.copy(own.leaves, own.layers, n_tokens, n_total, whole=whole)
         if not whole:

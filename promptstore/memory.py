@@ -1,5 +1,8 @@
 """The memory tier: live caches in a radix tree, the least recently used goes first.
 
+Branch points outlive what branches off them: answers go before user turns, and those
+before system prompts, as long as there are as many of them.
+
 Holds what it is given and hands it out under rules; copies nothing itself, so that
 no lock is held across mlx work. Every method is thread-safe.
 """
@@ -8,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from promptstore.capture import Capture
 from promptstore.radix import RadixTree
@@ -21,6 +26,8 @@ from promptstore.types import Kind, Namespace
 
 _MAX_ARRAYS = 100_000  # Metal allows 499,000 live buffers in a process
 _HAND_OVER_TOKENS = 256
+_KINDS: tuple[Kind, ...] = get_args(Kind)[::-1]
+"""Kinds in the order in which they go."""
 _MAX_TRIED = 8  # entries that share a prefix and might be cut to it
 
 
@@ -76,22 +83,29 @@ class Entry:
 
 
 class MemoryTier:
-    """An LRU of live caches within a budget of bytes.
+    """An LRU of live caches within a budget of bytes and of entries.
 
     Args:
         max_bytes: The budget; 0 keeps nothing.
+        max_entries: How many entries at most.
         on_evict: Called with each evicted entry that is not durable, without lock.
     """
 
     def __init__(
-        self, max_bytes: int, on_evict: Callable[[Entry], None] = lambda entry: None
+        self,
+        max_bytes: int,
+        on_evict: Callable[[Entry], None] = lambda entry: None,
+        max_entries: int = sys.maxsize,
     ) -> None:
         self.max_bytes = max_bytes
+        self.max_entries = max_entries
         self.on_evict = on_evict
         self.n_evicted = 0
         self._lock = threading.Lock()
         self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
-        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._orders: dict[Kind, OrderedDict[Entry, None]] = {
+            kind: OrderedDict() for kind in _KINDS
+        }
         self._mortal: set[Entry] = set()
         self._leaving: set[Entry] = set()
         self._nbytes = 0
@@ -99,12 +113,20 @@ class MemoryTier:
 
     def __len__(self) -> int:
         """Entries that count against the budget."""
-        return len(self._order)
+        return sum(map(len, self._orders.values()))
 
     @property
     def nbytes(self) -> int:
         """Bytes that count against the budget."""
         return self._nbytes
+
+    def by_kind(self) -> dict[Kind, tuple[int, int]]:
+        """Return by kind the entries that count against the budget, and their bytes."""
+        with self._lock:
+            return {
+                kind: (len(order), sum(entry.nbytes for entry in order))
+                for kind, order in self._orders.items()
+            }
 
     @property
     def pending_bytes(self) -> int:
@@ -114,7 +136,7 @@ class MemoryTier:
 
     def admits(self, nbytes: int) -> bool:
         """Whether a thing of that size fits at all."""
-        return 0 < nbytes <= self.max_bytes
+        return 0 < nbytes <= self.max_bytes and self.max_entries > 0
 
     def add(
         self, entry: Entry, on_evict: Callable[[Entry], None] | None = None
@@ -143,12 +165,12 @@ class MemoryTier:
             # Dropping the last entry of a tree has dropped the tree.
             self._trees[entry.namespace.digest] = trees
             trees[entry.capture.text] = tree
-            self._order[entry] = None
+            self._orders[entry.kind][entry] = None
             if entry.expires_s < math.inf:
                 self._mortal.add(entry)
             self._nbytes += entry.nbytes
             self._n_arrays += entry.n_arrays
-        self.shrink(self.max_bytes, spare=entry, on_evict=on_evict)
+        self.shrink(spare=entry, on_evict=on_evict)
 
     def best(
         self,
@@ -179,7 +201,7 @@ class MemoryTier:
             if entry is not None:
                 entry.readers += 1
                 if touch and not entry.evicted:
-                    self._order.move_to_end(entry)
+                    self._orders[entry.kind].move_to_end(entry)
             return best, entry
 
     def release(self, entry: Entry) -> None:
@@ -200,7 +222,7 @@ class MemoryTier:
                 or entry.evicted
                 or entry.readers > 1
                 or not self._can_cut(entry, n_tokens)
-                or entry not in self._order
+                or not self._counts(entry)
                 or self._tree(entry).has_branches(entry.tokens)
             ):
                 return False
@@ -240,29 +262,43 @@ class MemoryTier:
             if entry in self._leaving:
                 self._leaving.remove(entry)
                 self._forget(entry)
-            return entry in self._order
+            return self._counts(entry)
 
     def forget_disk(self) -> None:
         """Record that nothing is durable any more: the directory was replaced."""
         with self._lock:
-            for entry in self._order:
+            for entry in self._entries():
                 entry.durable, entry.rows = False, ()
 
     def shrink(
         self,
-        max_bytes: int,
+        max_bytes: int | None = None,
+        max_entries: int | None = None,
+        *,
         spare: Entry | None = None,
         on_evict: Callable[[Entry], None] | None = None,
     ) -> None:
-        """Evict the least recently used entries down to *max_bytes*."""
+        """Evict the least recently used entries down to a size.
+
+        Args:
+            max_bytes: How many bytes may stay; the budget if not given.
+            max_entries: How many entries may stay; the budget if not given.
+            spare: Never evict this one.
+            on_evict: What to call instead of `on_evict` this time.
+        """
+        max_bytes = self.max_bytes if max_bytes is None else max_bytes
+        max_entries = self.max_entries if max_entries is None else max_entries
         on_evict = on_evict or self.on_evict
         evicted = []
         with self._lock:
-            for entry in list(self._order):
-                if self._nbytes <= max_bytes and self._n_arrays <= _MAX_ARRAYS:
+            while (
+                self._nbytes > max_bytes
+                or len(self) > max_entries
+                or self._n_arrays > _MAX_ARRAYS
+            ):
+                entry = self._next_to_go(spare)
+                if entry is None:
                     break
-                if entry is spare:
-                    continue
                 self._uncount(entry)
                 self.n_evicted += 1
                 entry.evicted = True
@@ -290,22 +326,40 @@ class MemoryTier:
     def remove_tenant(self, tenant: str) -> None:
         """Drop all entries of a tenant."""
         with self._lock:
-            entries = [*self._order, *self._leaving]
+            entries = [*self._entries(), *self._leaving]
             for entry in [e for e in entries if e.namespace.tenant == tenant]:
                 self._drop(entry)
 
     def unsaved(self) -> list[Entry]:
         """Return the entries that are not durable, nor on their way, nor declined."""
         with self._lock:
-            return [entry for entry in self._order if entry.must_be_saved]
+            return [entry for entry in self._entries() if entry.must_be_saved]
 
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
             self._trees.clear()
-            self._order.clear()
+            for order in self._orders.values():
+                order.clear()
             self._mortal.clear()
             self._nbytes = self._n_arrays = 0
+
+    def _entries(self) -> Iterator[Entry]:
+        return itertools.chain.from_iterable(self._orders.values())
+
+    def _counts(self, entry: Entry) -> bool:
+        return entry in self._orders[entry.kind]
+
+    def _next_to_go(self, spare: Entry | None) -> Entry | None:
+        """Return the least recently used entry of the kind that can spare one."""
+        counts = {
+            kind: len(order) - (spare in order) for kind, order in self._orders.items()
+        }
+        kinds = [kind for kind in _KINDS if counts[kind]]
+        for kind, next_kind in itertools.zip_longest(kinds, kinds[1:]):
+            if next_kind is None or counts[kind] >= counts[next_kind]:
+                return next(e for e in self._orders[kind] if e is not spare)
+        return None
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
@@ -316,14 +370,14 @@ class MemoryTier:
         return self._trees[entry.namespace.digest][entry.capture.text]
 
     def _drop(self, entry: Entry) -> None:
-        if entry in self._order:
+        if self._counts(entry):
             self._uncount(entry)
             if entry.pending:  # the writer keeps its arrays alive
                 self._leaving.add(entry)
         self._forget(entry)
 
     def _uncount(self, entry: Entry) -> None:
-        del self._order[entry]
+        del self._orders[entry.kind][entry]
         self._nbytes -= entry.nbytes
         self._n_arrays -= entry.n_arrays
 

@@ -65,6 +65,8 @@ class Saver:
         cache: Sequence[Any],
         wish: Wish,
         n_target: int | None,
+        *,
+        to_disk: bool = True,
     ) -> int:
         """Store the KV of *ids* as far as *cache* holds it; return how far that is."""
         taken = take_in(cache, len(ids), n_target=n_target, is_exact=namespace.is_exact)
@@ -72,7 +74,7 @@ class Saver:
             return 0
         try:
             left = deadline(self._timeout_s)
-            self._insert(taken, namespace, ids[: taken.n_tokens], wish, left)
+            self._insert(taken, namespace, ids[: taken.n_tokens], wish, left, to_disk)
         except Exception as error:  # a place that may: counted
             self._counters.trouble(error)
             self._writer.fail(error)
@@ -80,15 +82,24 @@ class Saver:
         return taken.n_tokens
 
     def _insert(
-        self, taken: Intake, namespace: Namespace, ids: Tokens, wish: Wish, left: _Left
+        self,
+        taken: Intake,
+        namespace: Namespace,
+        ids: Tokens,
+        wish: Wish,
+        left: _Left,
+        to_disk: bool,
     ) -> None:
         kind, label, pin, ttl_s = wish
         expires_ns = None if ttl_s is None else time.time_ns() + int(ttl_s * 1e9)
-        entry = self._remember(taken, namespace, ids, wish, expires_ns, left)
+        entry = self._remember(taken, namespace, ids, wish, expires_ns, left, to_disk)
+        if not to_disk:
+            return
         if taken.layers is None:
-            self._counters.note(
-                "unknown-cache-class", f"{taken.text} stays in memory only"
-            )
+            if self._write != "off":
+                self._counters.note(
+                    "unknown-cache-class", f"{taken.text} stays in memory only"
+                )
             return
         # What is not captured yet is asked for by a capture of nothing.
         bare = Capture(taken.layers, taken.text, taken.n_tokens, [], [])
@@ -118,6 +129,7 @@ class Saver:
         wish: Wish,
         expires_ns: int | None,
         left: _Left,
+        to_disk: bool,
     ) -> Entry | None:
         """Put a copy into the memory tier, if that takes one of its size."""
         nbytes, n_arrays = taken.size()
@@ -136,6 +148,7 @@ class Saver:
             expires_ns=expires_ns,
             label=label,
             pinned=pin,
+            declined=not to_disk,
         )
         self._memory.add(entry, lambda other: self._save_evicted(other, left()))
         return entry

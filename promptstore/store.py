@@ -230,6 +230,7 @@ class PromptStore:
         pin: bool = False,
         ttl_s: float | None = None,
         n_target: int | None = None,
+        to_disk: bool = True,
     ) -> int:
         """Store the KV of *tokens*; only what is new is copied or written.
 
@@ -250,6 +251,7 @@ class PromptStore:
             ttl_s: Forget it after this many seconds. If it is stored already, the
                 longer life counts; what continues it and has none lives on.
             n_target: Where in *cache* a draft model's layers begin, if it has any.
+            to_disk: Whether it may be written. If not, it stays in memory only.
 
         Returns:
             How many tokens are covered.
@@ -265,7 +267,9 @@ class PromptStore:
         _check_namespace(namespace)
         _check_wish(label, ttl_s)
         ids, wish = as_tokens(tokens), (kind, label, pin, ttl_s)
-        return self._saver.insert(namespace, ids, cache, wish, n_target)
+        return self._saver.insert(
+            namespace, ids, cache, wish, n_target, to_disk=to_disk
+        )
 
     # ------------------------------------------------------------------- wait
 
@@ -503,6 +507,40 @@ class PromptStore:
         if self._disk is not None and not self._disk.read_only:
             self._writer.wait()
             self._disk.evict(to_bytes)
+
+    def memory_by_kind(self) -> dict[Kind, tuple[int, int]]:
+        """Return the prompts in memory and their bytes, by what they end with."""
+        return self._memory.by_kind()
+
+    def limit_memory(
+        self, *, to_bytes: int | None = None, to_entries: int | None = None
+    ) -> None:
+        """Keep no more than this in the memory tier from now on.
+
+        Args:
+            to_bytes: Its budget, in place of *memory_bytes*.
+            to_entries: How many prompts at most.
+        """
+        self._require_open()
+        _check_sizes(to_bytes=to_bytes or 0, to_entries=to_entries or 0)
+        if to_bytes is not None:
+            self._memory.max_bytes = to_bytes
+        if to_entries is not None:
+            self._memory.max_entries = to_entries
+        self._memory.shrink()
+
+    def shrink_memory(
+        self, *, to_bytes: int | None = None, to_entries: int | None = None
+    ) -> None:
+        """Evict from the memory tier until it is within these, this once.
+
+        Args:
+            to_bytes: Bytes that may stay.
+            to_entries: Prompts that may stay.
+        """
+        self._require_open()
+        _check_sizes(to_bytes=to_bytes or 0, to_entries=to_entries or 0)
+        self._memory.shrink(to_bytes, to_entries)
 
     def check(self) -> list[Finding]:
         """Compare the index with the files, every byte; return what is wrong."""

@@ -47,9 +47,10 @@ ALLOWED: dict[str, set[str]] = {
         "buffers", "codecs", "extent", "index", "layers", "plan", "ranges", "resume",
         "snapshot",
     },
+    "opaque": {"codecs", "errors"},
     "capture": {
-        "buffers", "codecs", "errors", "extent", "layers", "ranges", "restore",
-        "resume", "snapshot",
+        "buffers", "codecs", "errors", "extent", "layers", "opaque", "ranges",
+        "restore", "resume", "snapshot",
     },
     "delta": {
         "capture", "codecs", "errors", "extent", "index", "layers", "plan",
@@ -90,7 +91,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "": {"codecs", "errors", "store", "types"},
     "chat": {"tokens"},
-    "mlx_lm": {"chat", "codecs", "errors", "store", "tokens", "types"},
+    "mlx_lm": {
+        "chat", "codecs", "counters", "errors", "opaque", "store", "tokens", "types",
+    },
     "doctor": {"codecs", "mlx_lm", "store", "types"},
     "cli": {"", "chat", "doctor", "errors", "mlx_lm"},
     "__main__": {"cli"},

@@ -29,7 +29,7 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import promptstore
-import promptstore.mlx_lm
+import promptstore.mlx_lm.generation
 from promptstore import Namespace, PromptStore, SnapshotInfo
 from promptstore.cli import bar, errors, main, snapshots
 from promptstore.cli.bar import Bar
@@ -467,7 +467,7 @@ def test_precompute_interrupted(
 
     arguments = ("--store", cli_root, "--model", cli_model, "--system-file", cli_prompt)
     with monkeypatch.context() as patch:
-        patch.setattr(promptstore.mlx_lm, "prefill", interrupt)
+        patch.setattr(promptstore.mlx_lm.generation, "prefill", interrupt)
         result = run("precompute", *arguments, "--label", "law", code=130)
     assert result.output == ""
     assert [(info.end, info.label) for info in infos(cli_root)] == [(50, None)]
@@ -504,7 +504,7 @@ def test_precompute_of_an_unknown_cache(
     class Odd(KVCache):
         pass
 
-    for module in (mlx_cache, promptstore.mlx_lm):
+    for module in (mlx_cache, promptstore.mlx_lm.generation):
         monkeypatch.setattr(module, "make_prompt_cache", lambda *_: [Odd(), Odd()])
     arguments = ("--store", cli_root, "--model", cli_model, "--system-file", cli_prompt)
     result = run("precompute", *arguments, code=1)

@@ -2292,8 +2292,8 @@ def test_eight_threads_at_once(root: Path, open_store: Open) -> None:
     stats = store.stats()
     assert stats.errors == {}
     memory = store._memory
-    assert stats.memory_bytes == sum(entry.nbytes for entry in memory._order)
-    assert all(entry.readers == 0 for entry in memory._order)
+    assert stats.memory_bytes == sum(entry.nbytes for entry in memory._entries())
+    assert all(entry.readers == 0 for entry in memory._entries())
     assert stats.n_snapshots == len(files(root))
     assert stats.disk_bytes == sum(
         path.stat().st_size for path in root.rglob("*") if path.is_file()
