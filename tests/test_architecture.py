@@ -90,6 +90,7 @@ ALLOWED: dict[str, set[str]] = {
         "layers", "matching", "memory", "saving", "scrub", "tokens", "types", "writer",
     },
     "": {"codecs", "errors", "store", "types"},
+    "metrics": {"counters", "errors", "store", "types"},
     "chat": {"tokens"},
     "mlx_lm": {
         "chat", "codecs", "counters", "errors", "opaque", "store", "tokens", "types",
@@ -117,6 +118,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli"},
     "jinja2": {"chat"},
+    "prometheus_client": {"metrics"},
 }  # fmt: skip
 """Who may know what is not ours: SQL is the index's, arrays are the codecs'."""
 
