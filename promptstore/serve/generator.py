@@ -23,6 +23,7 @@ from promptstore.tokens import as_tokens
 from promptstore.types import Kind
 
 _CHECKPOINT_EVERY = 8192
+_FEW_TOKENS = 32
 
 _log = logging.getLogger("promptstore")
 
@@ -150,4 +151,8 @@ class Generator(server.ResponseGenerator):
         ends = sorted(end for end in stops if 0 < end <= len(prompt))
         starts = [0, *ends[:-1]]
         cut = [prompt[lo:hi] for lo, hi in zip(starts, ends, strict=True)]
-        return cut, [stops[end] for end in ends]
+        kinds = [stops[end] for end in ends]
+        # The server stores after each segment that has a kind, one token early after
+        # the last: a whole state more, for a few tokens.
+        is_near = len(cut) > 1 and len(cut[-1]) <= _FEW_TOKENS
+        return cut, kinds[:-1] if is_near else kinds
