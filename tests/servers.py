@@ -137,7 +137,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if "Starting httpd" in line:
+            if "is not recommended" in line:  # said once it listens, at any level
                 self._started.set()
         self._started.set()
 
