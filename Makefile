@@ -78,7 +78,7 @@ wheel-test: model
 	.venv-wheel/bin/python -m pip install -qq --disable-pip-version-check \
 	  "$$(echo dist/*.whl)[$(EXTRAS)]"
 	dir=$$(mktemp -d) && trap "rm -rf '$$dir'" EXIT && \
-	  cp -R tests tools pyproject.toml "$$dir" && cd "$$dir" && unset PYTHONPATH && \
+	  cp -R docs tests tools pyproject.toml "$$dir" && cd "$$dir" && unset PYTHONPATH && \
 	  $(RUN) $(CURDIR)/.venv-wheel/bin/pytest -n auto $(ARGS)
 
 # ARGS='--seed 7' gives the choices of an earlier run again.

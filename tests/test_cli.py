@@ -24,9 +24,8 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.llama import Model, ModelArgs
 from rich.console import Console
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tiny import CONFIG, TEMPLATE, save_model
 
 import promptstore
 import promptstore.mlx_lm.generation
@@ -38,42 +37,14 @@ from promptstore.disk import DiskTier
 COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "rm", "stats", "verify")
 DOCUMENT = "We the People of the United States, in Order to form a more perfect Union."
 QUESTION = "Who?"
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 N_SHARED = len("s") + len("system\n") + len(DOCUMENT) + len("es") + len("user\n")
 N_PROMPT = N_SHARED + len(QUESTION) + len("es") + len("assistant\n")
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 258,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(scope="module")
 def cli_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random llama whose tokens are bytes, with a chat template."""
-    path = tmp_path_factory.mktemp("tiny")
-    mx.random.seed(0)
-    weights = tree_flatten(Model(ModelArgs.from_dict(CONFIG)).parameters())
-    mx.save_safetensors(str(path / "model.safetensors"), dict(weights))
-    write_json(path / "config.json", CONFIG)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("<e>")])
-    tokenizer.save(str(path / "tokenizer.json"))
-    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"}
-    write_json(path / "tokenizer_config.json", facts | {"chat_template": TEMPLATE})
-    return path
+    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)
