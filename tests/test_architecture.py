@@ -94,6 +94,7 @@ ALLOWED: dict[str, set[str]] = {
     "mlx_lm": {
         "chat", "codecs", "counters", "errors", "opaque", "store", "tokens", "types",
     },
+    "localai": {"counters", "mlx_lm", "opaque", "store", "types"},
     "doctor": {"codecs", "mlx_lm", "store", "types"},
     "cli": {"", "chat", "doctor", "errors", "mlx_lm"},
     "__main__": {"cli"},

@@ -24,6 +24,8 @@ from promptstore.types import Kind, Match, Namespace
 
 NamespaceOf = Callable[[Any], Namespace | None]
 """Tells whose KV the caches of a model key are; ``None`` if nobody can tell."""
+LikeOf = Callable[[Any], list[Any] | None]
+"""Returns a cache as the model of a key makes it; ``None`` if any will do."""
 
 _KINDS: tuple[Kind, ...] = ("assistant", "user", "system")  # as mlx-lm lists them
 _UNTRUE = (ChunkedKVCache, ConcatenateKVCache)
@@ -71,6 +73,8 @@ class LRUPromptCache:
         can_trim: Whether tokens at the end of layers of classes that the store does
             not know can be dropped. Default: what their methods say.
         trim: Drops them. Default: their own methods.
+        like: Tells which classes and settings of layers the model of a key has now:
+            stored caches of others are not used. Default: any are.
 
     Source: mlx-lm 0.32.2 ``models.cache.LRUPromptCache``.
     """
@@ -85,6 +89,7 @@ class LRUPromptCache:
         namespace: NamespaceOf | None = None,
         can_trim: CanTrim = _can_trim,
         trim: Trim = _trim,
+        like: LikeOf = lambda model: None,
     ) -> None:
         if store is None:
             store = PromptStore.open(disk_bytes=0, memory_bytes=_NO_LIMIT)
@@ -94,6 +99,7 @@ class LRUPromptCache:
         self._nameless: dict[Hashable, Namespace] = {}
         self._can_trim = can_trim
         self._trim = trim
+        self._like = like
         self._counters = Counters()
         self.max_size = max_size
         if max_bytes < _NO_LIMIT:
@@ -204,7 +210,10 @@ class LRUPromptCache:
 
     def _match(self, model: Any, tokens: Sequence[int]) -> Match:
         namespace, _ = self._resolve(model)
-        return self.store.match(namespace, self._request(tokens))
+        like = self._like(model)
+        if like is not None:
+            like = self._wrap(like, 0)
+        return self.store.match(namespace, self._request(tokens), like=like)
 
     def _request(self, tokens: Sequence[int]) -> Any:
         """Return what a match must be asked for, as it always leaves one token."""
@@ -215,8 +224,11 @@ class LRUPromptCache:
         self, model: Any, tokens: Sequence[int], cache: list[Any], kind: Kind
     ) -> None:
         namespace, is_known = self._resolve(model)
-        own = wrap(cache, len(tokens), self._can_trim, self._trim)
+        own = self._wrap(cache, len(tokens))
         self.store.insert(namespace, tokens, own, kind=kind, to_disk=is_known)
+
+    def _wrap(self, cache: list[Any], n_tokens: int) -> list[Any]:
+        return wrap(cache, n_tokens, self._can_trim, self._trim)
 
     def _resolve(self, model: Any) -> tuple[Namespace, bool]:
         """Return whose KV a key's caches are, and whether another process knows."""
