@@ -21,7 +21,7 @@ from promptstore.errors import NotCovered
 from promptstore.extent import StateArray
 from promptstore.layers import Layers, is_whole, to_text
 from promptstore.layers import leaves as leaf_layers
-from promptstore.opaque import Opaque, unwrap
+from promptstore.opaque import Opaque, lengths, unwrap
 from promptstore.ranges import Ranges, Run, clip, of_runs
 from promptstore.restore import rings_of, state_arrays
 from promptstore.snapshot import Placed, Rows
@@ -197,10 +197,12 @@ def take_in(
     n_held = _n_held(cache, n_asked)
     n_tokens = min(n_held, n_asked)
     if unknown:
-        text = f"unknown: {', '.join(unknown)}"
+        names = ", ".join(unknown)
         if n_held > n_asked:
-            raise ValueError(_too_long(n_held, n_asked, ", ".join(unknown)))
-        return Intake(cache, None, text, n_tokens)
+            raise ValueError(_too_long(n_held, n_asked, names))
+        if len(lengths(unwrap(cache))) > 1:  # the longest would meet tokens twice
+            raise ValueError(f"layers hold unequal numbers of tokens, beside {names}")
+        return Intake(cache, None, f"unknown: {names}", n_tokens)
     if not n_tokens:
         return Intake(cache, (), "[]", 0)
     layers = codecs.describe(cache, n_target)

@@ -170,7 +170,8 @@ class MemoryTier:
                 self._mortal.add(entry)
             self._nbytes += entry.nbytes
             self._n_arrays += entry.n_arrays
-        self.shrink(spare=entry, on_evict=on_evict)
+            evicted = self._evict(self.max_bytes, self.max_entries, spare=entry)
+        self._let_go(evicted, on_evict or self.on_evict)
 
     def best(
         self,
@@ -271,42 +272,45 @@ class MemoryTier:
                 entry.durable, entry.rows = False, ()
 
     def shrink(
-        self,
-        max_bytes: int | None = None,
-        max_entries: int | None = None,
-        *,
-        spare: Entry | None = None,
-        on_evict: Callable[[Entry], None] | None = None,
+        self, max_bytes: int | None = None, max_entries: int | None = None
     ) -> None:
         """Evict the least recently used entries down to a size.
 
         Args:
             max_bytes: How many bytes may stay; the budget if not given.
             max_entries: How many entries may stay; the budget if not given.
-            spare: Never evict this one.
-            on_evict: What to call instead of `on_evict` this time.
         """
         max_bytes = self.max_bytes if max_bytes is None else max_bytes
         max_entries = self.max_entries if max_entries is None else max_entries
-        on_evict = on_evict or self.on_evict
-        evicted = []
         with self._lock:
-            while (
-                self._nbytes > max_bytes
-                or len(self) > max_entries
-                or self._n_arrays > _MAX_ARRAYS
-            ):
-                entry = self._next_to_go(spare)
-                if entry is None:
-                    break
-                self._uncount(entry)
-                self.n_evicted += 1
-                entry.evicted = True
-                if entry.durable:
-                    self._forget(entry)
-                else:
-                    self._leaving.add(entry)
-                    evicted.append(entry)
+            evicted = self._evict(max_bytes, max_entries)
+        self._let_go(evicted, self.on_evict)
+
+    def _evict(
+        self, max_bytes: int, max_entries: int, *, spare: Entry | None = None
+    ) -> list[Entry]:
+        """Uncount entries down to a size, but *spare*; return those not durable."""
+        evicted = []
+        while (
+            self._nbytes > max_bytes
+            or len(self) > max_entries
+            or self._n_arrays > _MAX_ARRAYS
+        ):
+            entry = self._next_to_go(spare)
+            if entry is None:
+                break
+            self._uncount(entry)
+            self.n_evicted += 1
+            entry.evicted = True
+            if entry.durable:
+                self._forget(entry)
+            else:
+                self._leaving.add(entry)
+                evicted.append(entry)
+        return evicted
+
+    def _let_go(self, evicted: list[Entry], on_evict: Callable[[Entry], None]) -> None:
+        """Have what was evicted be saved, or forget it."""
         for entry in evicted:
             on_evict(entry)
             if not entry.pending:

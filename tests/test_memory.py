@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +192,26 @@ def test_the_newest_is_never_its_own_victim(tier: MemoryTier) -> None:
     tier.add(big)
     assert (len(tier), tier.nbytes) == (1, 100)
     assert best(tier, [9]) == (1, big)
+
+
+def test_no_other_thread_sees_more_than_the_budget(
+    tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the lock is free the budget holds, also amid an add (fault C03)."""
+    lock, sizes = threading.Lock(), []
+
+    class Watched:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            sizes.append(tier.nbytes)
+            lock.release()
+
+    monkeypatch.setattr(tier, "_lock", Watched())
+    for number in range(9):
+        tier.add(entry([number], 30))
+    assert max(sizes) <= 100
 
 
 def test_shrink_evicts_down_to_what_is_asked(

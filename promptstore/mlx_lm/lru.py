@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    can_trim_prompt_cache,
+)
 from mlx_lm.utils import hf_repo_to_path
 
 from promptstore.counters import Counters
 from promptstore.errors import ModelChanged, ModelUnreadable
-from promptstore.opaque import unwrap, wrap
+from promptstore.opaque import CanTrim, Trim, unwrap, wrap
 from promptstore.store import PromptStore
 from promptstore.tokens import as_tokens
 from promptstore.types import Kind, Match, Namespace
 
 NamespaceOf = Callable[[Any], Namespace | None]
 """Tells whose KV the caches of a model key are; ``None`` if nobody can tell."""
+LikeOf = Callable[[Any], list[Any] | None]
+"""Returns a cache as the model of a key makes it; ``None`` if any will do."""
 
 _KINDS: tuple[Kind, ...] = ("assistant", "user", "system")  # as mlx-lm lists them
+_UNTRUE = (ChunkedKVCache, ConcatenateKVCache)
+"""They, and what inherits from them, trim more than they can, or not for good."""
+_NO_LIMIT = 1 << 63  # mlx-lm's own default
+
+
+def _can_trim(layers: list[Any]) -> bool:
+    """Whether the layers of unknown classes say that they can be cut, and it holds."""
+    if not all(hasattr(layer, "is_trimmable") for layer in layers):
+        return False
+    if any(isinstance(layer, _UNTRUE) for layer in layers):
+        return False
+    return bool(can_trim_prompt_cache(layers))
+
+
+def _trim(layers: list[Any], n_tokens: int) -> object:
+    """Cut all layers, and return what the most reluctant one dropped."""
+    dropped = [layer.trim(n_tokens) for layer in layers]
+    return min((n for n in dropped if isinstance(n, int)), default=None)
 
 
 class LRUPromptCache:
@@ -36,7 +61,7 @@ class LRUPromptCache:
 
     Args:
         max_size: How many prompts are kept in memory.
-        max_bytes: How many bytes of them.
+        max_bytes: How many bytes of them. Default: what *store* may keep, if given.
         store: Where they are kept: its memory tier takes on these limits. Without one,
             in memory only.
         leave_last: Whether an exact hit leaves its last token to prefill. If not, it
@@ -44,7 +69,12 @@ class LRUPromptCache:
         namespace: Tells whose KV the caches of a model key are. Default: keys are
             `Namespace`, a model's directory, or mlx_lm.server's tuples of the
             directories of model, adapter and draft model. What a key of another form
-            owns stays in memory.
+            owns stays in memory, and is this object's alone.
+        can_trim: Whether tokens at the end of layers of classes that the store does
+            not know can be dropped. Default: what their methods say.
+        trim: Drops them. Default: their own methods.
+        like: Tells which classes and settings of layers the model of a key has now:
+            stored caches of others are not used. Default: any are.
 
     Source: mlx-lm 0.32.2 ``models.cache.LRUPromptCache``.
     """
@@ -52,26 +82,54 @@ class LRUPromptCache:
     def __init__(
         self,
         max_size: int = 10,
-        max_bytes: int = 1 << 63,
+        max_bytes: int = _NO_LIMIT,
         *,
         store: PromptStore | None = None,
         leave_last: bool = True,
         namespace: NamespaceOf | None = None,
+        can_trim: CanTrim = _can_trim,
+        trim: Trim = _trim,
+        like: LikeOf = lambda model: None,
     ) -> None:
         if store is None:
-            store = PromptStore.open(disk_bytes=0, memory_bytes=max_bytes)
-        self.max_size = max_size
-        self.max_bytes = max_bytes
+            store = PromptStore.open(disk_bytes=0, memory_bytes=_NO_LIMIT)
         self.store = store
         self._leave_last = leave_last
         self._namespace_of = namespace or Identities()
         self._nameless: dict[Hashable, Namespace] = {}
+        self._can_trim = can_trim
+        self._trim = trim
+        self._like = like
         self._counters = Counters()
-        store.limit_memory(to_bytes=max_bytes, to_entries=max_size)
+        self.max_size = max_size
+        if max_bytes < _NO_LIMIT:
+            self.max_bytes = max_bytes
+        else:
+            self._max_bytes = max_bytes
 
     def __len__(self) -> int:
         """Prompts in memory."""
         return sum(n for n, _ in self.store.memory_by_kind().values())
+
+    @property
+    def max_size(self) -> int:
+        """How many prompts are kept in memory; a new limit holds at once."""
+        return self._max_size
+
+    @max_size.setter
+    def max_size(self, n_prompts: int) -> None:
+        self._max_size = n_prompts
+        self.store.limit_memory(to_entries=max(0, n_prompts))
+
+    @property
+    def max_bytes(self) -> int:
+        """How many bytes of them; a new limit holds at once."""
+        return self._max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, nbytes: int) -> None:
+        self._max_bytes = nbytes
+        self.store.limit_memory(to_bytes=max(0, nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +210,10 @@ class LRUPromptCache:
 
     def _match(self, model: Any, tokens: Sequence[int]) -> Match:
         namespace, _ = self._resolve(model)
-        return self.store.match(namespace, self._request(tokens))
+        like = self._like(model)
+        if like is not None:
+            like = self._wrap(like, 0)
+        return self.store.match(namespace, self._request(tokens), like=like)
 
     def _request(self, tokens: Sequence[int]) -> Any:
         """Return what a match must be asked for, as it always leaves one token."""
@@ -163,16 +224,20 @@ class LRUPromptCache:
         self, model: Any, tokens: Sequence[int], cache: list[Any], kind: Kind
     ) -> None:
         namespace, is_known = self._resolve(model)
-        own = wrap(cache, len(tokens), _can_trim, _trim)
+        own = self._wrap(cache, len(tokens))
         self.store.insert(namespace, tokens, own, kind=kind, to_disk=is_known)
+
+    def _wrap(self, cache: list[Any], n_tokens: int) -> list[Any]:
+        return wrap(cache, n_tokens, self._can_trim, self._trim)
 
     def _resolve(self, model: Any) -> tuple[Namespace, bool]:
         """Return whose KV a key's caches are, and whether another process knows."""
         namespace = self._namespace_of(model)
         if namespace is not None:
             return namespace, True
-        name = f"in memory, {len(self._nameless)}"
-        return self._nameless.setdefault(model, Namespace(name)), False
+        # No two keys may meet, nor may equal ones of two objects on one store.
+        own = Namespace(f"in memory, {secrets.token_hex(16)}")
+        return self._nameless.setdefault(model, own), False
 
     def _refused(self, error: Exception) -> None:
         self._counters.trouble(error)
@@ -225,7 +290,7 @@ def files_of(key: Any) -> ModelFiles | None:
             adapter and its draft model.
     """
     names = key if isinstance(key, tuple) else (key,)
-    if not 1 <= len(names) <= 3 or names[0] is None:
+    if not 1 <= len(names) <= 3 or not names[0]:
         return None
     if not all(isinstance(name, str | Path | None) for name in names):
         return None
@@ -233,7 +298,7 @@ def files_of(key: Any) -> ModelFiles | None:
         model, *others = (_directory(name) if name else None for name in names)
         assert model is not None
         return ModelFiles(model, *others)
-    except (ModelUnreadable, OSError, ValueError):
+    except (ModelUnreadable, OSError, ValueError, RuntimeError):  # no home
         return None
 
 
@@ -242,16 +307,3 @@ def _directory(name: str | Path) -> Path:
     path = Path(name).expanduser()
     find: Any = hf_repo_to_path  # not typed
     return path if path.is_dir() else Path(find(str(name)))
-
-
-def _can_trim(layers: list[Any]) -> bool:
-    """Whether the layers of unknown classes say that they can be cut."""
-    return all(hasattr(layer, "is_trimmable") for layer in layers) and bool(
-        can_trim_prompt_cache(layers)
-    )
-
-
-def _trim(layers: list[Any], n_tokens: int) -> object:
-    """Cut all layers, and return what the most reluctant one dropped."""
-    dropped = [layer.trim(n_tokens) for layer in layers]
-    return min((n for n in dropped if isinstance(n, int)), default=None)
