@@ -1,4 +1,4 @@
-"""Servers as processes, their clients, and models on disk small enough to serve."""
+"""Servers as processes of their own, and what their clients ask."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from typing import Any
 UPSTREAM = ("mlx_lm", "server")
 OURS = ("promptstore", "serve")
 _START_S = 120.0
-
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 class Server:
@@ -153,51 +148,6 @@ def cached(response: dict[str, Any]) -> int:
     """Return how many tokens were reused."""
     n_tokens: int = response["usage"]["prompt_tokens_details"]["cached_tokens"]
     return n_tokens
-
-
-def make_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """Write a random model with a tokenizer of bytes, and return its directory.
-
-    Args:
-        path: The directory to make.
-        config: As ``config.json``; the vocabulary must hold `vocabulary_size` tokens.
-        seed: Of the weights.
-    """
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.utils import _get_classes
-
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config))
-    model_class, args_class = _get_classes(config)
-    mx.random.seed(seed)
-    model = model_class(args_class.from_dict(config))
-    weights: Any = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights)
-    make_tokenizer(path)
-    return path
-
-
-def make_tokenizer(path: Path) -> None:
-    """Write a tokenizer of single characters, with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(str(path))
-
-
-def vocabulary_size() -> int:
-    """Return how many tokens `make_tokenizer`'s vocabulary has."""
-    return 4 + 256
 
 
 def _free_port() -> int:

@@ -34,8 +34,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from servers import Server, make_model, text_of, vocabulary_size
+from servers import Server, text_of
 from test_architectures import config_of
+from tiny import N_VOCABULARY, save_model
 
 from promptstore import PromptStore
 
@@ -206,8 +207,8 @@ def main() -> int:
 
 
 def _soak(scratch: Path, args: argparse.Namespace) -> int:
-    config = config_of(args.architecture) | {"vocab_size": vocabulary_size()}
-    model = make_model(scratch / "model", config)
+    config = config_of(args.architecture) | {"vocab_size": N_VOCABULARY}
+    model = save_model(scratch / "model", config)
     cases, cold = pool(random.Random(args.seed)), Cold(model)
     right = {case: cold.answer(case) for case in cases}
     store = scratch / "store"

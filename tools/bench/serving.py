@@ -18,7 +18,8 @@ from bench.conversation import TEXT
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from servers import OURS, UPSTREAM, Server, make_model, vocabulary_size
+from servers import OURS, UPSTREAM, Server
+from tiny import N_VOCABULARY, save_model
 
 from promptstore import PromptStore
 
@@ -157,9 +158,9 @@ def serving_shutdown(options: Options) -> list[Row]:
     """Time SIGTERM with 1 GB of KV that was not written yet."""
     n_prompts, n_tokens = (2, 100) if options.quick else (8, 2000)
     nbytes = n_prompts * n_tokens * (64 << 10)
-    config = _WIDE | {"vocab_size": vocabulary_size()}
+    config = _WIDE | {"vocab_size": N_VOCABULARY}
     with new_root(options) as root:
-        model = make_model(root / "model", config)
+        model = save_model(root / "model", config)
         store = str(root / "store")
         # Nothing is written before memory evicts, or the end.
         with Server(model, "--store", store, "--write", "back") as server:
