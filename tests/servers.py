@@ -102,15 +102,16 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Return a metric's value, summed over labels that are not given."""
         _, text = self.get("/metrics")
-        total = 0.0
+        values = []
         for line in text.splitlines():
             found = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
             if found is None or found[1] != name:
                 continue
             has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
             if labels.items() <= has.items():
-                total += float(found[3])
-        return total
+                values.append(float(found[3]))
+        assert values, f"no metric {name} with {labels}"
+        return sum(values)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
         """Send a signal and return the exit code."""
@@ -134,6 +135,7 @@ class Server:
             self.lines.append(line)
             if "is not recommended" in line:  # said once it listens, at any level
                 self._started.set()
+        self.process.wait()
         self._started.set()
 
 

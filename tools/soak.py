@@ -229,7 +229,7 @@ def _soak(scratch: Path, args: argparse.Namespace) -> int:
             sizes.append((process.memory_info().rss, process.num_threads()))
             print(f"{first + tenth:6} requests, {sizes[-1][0] / 1e6:.0f} MB")
         healthy = server.get("/health")[0] == 200
-        memory_bytes = server.metric("promptstore_bytes", tier="memory")
+        memory_bytes = server.metric("promptstore_stored_bytes", tier="memory")
         reused = server.metric("promptstore_tokens_reused_total")
         asked = server.metric("promptstore_tokens_asked_total")
         code = server.stop()
