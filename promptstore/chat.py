@@ -20,6 +20,8 @@ CONTINUATIONS = ("a", "7", "\n\nB", " (c")
 """Beginnings of a user turn that merge with what stands before them differently."""
 
 _SEPARATOR = "\n\n"
+_MAX_MORE = 16
+"""Tokens that options of a template add to a generation prompt: an empty thought."""
 
 
 def system(text: str) -> Message:
@@ -150,9 +152,11 @@ class Boundaries:
         """Return where the last turn ends, before what makes the model go on: the
         next request shares all tokens before that, however it renders the answer."""
         n = len(self.generation)
-        if not n or tuple(tokens[-n:].tolist()) != self.generation:
-            return None
-        return len(tokens) - n
+        tail = tokens[-n - _MAX_MORE :].tolist() if n else []
+        for start in range(len(tail) - n, -1, -1):
+            if tuple(tail[start : start + n]) == self.generation:
+                return len(tokens) - len(tail) + start
+        return None
 
 
 def boundaries(tokenizer: Any) -> Boundaries:

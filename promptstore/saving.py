@@ -77,7 +77,8 @@ class Saver:
             self._insert(taken, namespace, ids[: taken.n_tokens], wish, left, to_disk)
         except Exception as error:  # a place that may: counted
             self._counters.trouble(error)
-            self._writer.fail(error)
+            if to_disk:
+                self._writer.fail(error)
         self._counters.insert()
         return taken.n_tokens
 

@@ -28,10 +28,19 @@ class Batches(BatchGenerator):
 
     Args:
         keep: Called with what a removed request had computed.
+        on_close: Called when this is not needed any more.
         metrics: What is counted.
     """
 
-    def __init__(self, *args: Any, keep: Keep, metrics: Metrics, **more: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        keep: Keep,
+        on_close: Callable[[], None],
+        metrics: Metrics,
+        **more: Any,
+    ) -> None:
+        self._on_close = on_close
         super().__init__(*args, **more)
         self._keep = keep
         self._metrics = metrics
@@ -50,6 +59,12 @@ class Batches(BatchGenerator):
                 answer.prompt_cache = self._tag(answer.uid, answer.prompt_cache)
                 self._shared.discard(answer.uid)
         return prompts, answers
+
+    def close(self) -> None:
+        """Let go of what mlx was told; see ``BatchGenerator``."""
+        upstream: Any = super()
+        upstream.close()
+        self._on_close()
 
     def extract_cache(self, uids: Iterable[int]) -> Any:
         """Return caches and tokens by request; see ``BatchGenerator``."""

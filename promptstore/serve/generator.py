@@ -93,8 +93,15 @@ class Generator(server.ResponseGenerator):
     def _make_batches(self, *args: Any, **more: Any) -> Batches:
         key = self.model_provider.model_key
         keep = functools.partial(self._keep, key)
-        self._batches = Batches(*args, keep=keep, metrics=self.metrics, **more)
-        return self._batches
+        batches = Batches(
+            *args, keep=keep, on_close=self._forget, metrics=self.metrics, **more
+        )
+        self._batches = batches
+        return batches
+
+    def _forget(self) -> None:
+        """Let go of a batch that is drained, and so of its model."""
+        self._batches = None
 
     def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:
         self._cache.insert_cache(key, tokens, cache)
