@@ -23,7 +23,7 @@ ifneq ($(BLAS),)
 RUN += LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}
 endif
 
-.PHONY: help venv model demo test lint fmt wheel-test bench crash stress mutate clean
+.PHONY: help venv model demo test lint fmt wheel-test bench crash stress mutate soak clean
 
 help:
 	@echo "make demo        the main job on a real model (about three minutes)"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench       the benchmarks"
 	@echo "make crash       1,000 kills at random moments (about eight minutes)"
 	@echo "make mutate      10,000 damaged stores (about fifteen minutes)"
+	@echo "make soak        10,000 requests to a server (about ten minutes)"
 	@echo "make stress      eight processes on one root for a minute"
 	@echo "make clean       remove all that was made, but for the model"
 
@@ -89,6 +90,9 @@ mutate: venv
 
 stress: venv
 	$(RUN) $(BIN)/python tools/stress.py $(ARGS)
+
+soak: venv
+	$(RUN) $(BIN)/python tools/soak.py $(ARGS)
 
 bench: model
 	$(RUN) $(BIN)/python tools/bench_store.py $(ARGS)

@@ -37,6 +37,9 @@ MEASURES = {
     "durability": "inserting.durability",
     "restore_512MiB": "restoring.restore_512mib",
     "restore_and_suffix": "restoring.restore_and_suffix",
+    "serving_restart": "serving.serving_restart",
+    "serving_steady": "serving.serving_steady",
+    "serving_shutdown": "serving.serving_shutdown",
 }
 """By name: the function in the package ``bench``, imported only where it runs."""
 

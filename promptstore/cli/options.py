@@ -52,6 +52,20 @@ disk_bytes = click.option(
     callback=lambda _, parameter, value: _size(parameter, value),
     help="Budget of everything in the store, for example 800MB or 50GiB.",
 )
+min_free_bytes = click.option(
+    "--min-free-bytes",
+    metavar="SIZE",
+    default="1GiB",
+    show_default=True,
+    callback=lambda _, parameter, value: _size(parameter, value),
+    help="What must remain free on the file system.",
+)
+daily_write_bytes = click.option(
+    "--daily-write-bytes",
+    metavar="SIZE",
+    callback=lambda _, parameter, value: value and _size(parameter, value),
+    help="Bytes that may be written on a day, by all processes together.",
+)
 rate = click.option(
     "--rate",
     metavar="SIZE",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -85,11 +86,13 @@ def stream_generate(
     tokens = as_tokens(encode(tokenizer, prompt), "prompt")
     if not len(tokens):
         raise ValueError("prompt is empty")
-    match, fresh = _match(store, namespace, tokens, model, draft_model, kwargs)
+    match, fresh = best_match(store, namespace, tokens, model, draft_model, kwargs)
     if on_match is not None:
         on_match(match)
-    run = _Run(store, namespace, tokens, match, fresh, [model, draft_model], kwargs)
-    stops = _stops(fresh, tokenizer, tokens, checkpoints, checkpoint_every)
+    cache = fresh if match.cache is None else match.cache
+    insert = functools.partial(store.insert, namespace)
+    run = Run(insert, tokens, cache, match.n_tokens, [model, draft_model], kwargs)
+    stops = stops_of(fresh, tokenizer, tokens, checkpoints, checkpoint_every)
     yield from run.generate(tokenizer, stops)
 
 
@@ -176,10 +179,12 @@ def precompute(
     }
     # A match leaves one token to prefill: here one that is not of the prompt.
     request = np.append(ids, 0)
-    match, fresh = _match(store, namespace, request, model, draft_model, options)
+    match, fresh = best_match(store, namespace, request, model, draft_model, options)
     if on_match is not None:
         on_match(match)
-    run = _Run(store, namespace, ids, match, fresh, [model, draft_model], options)
+    cache = fresh if match.cache is None else match.cache
+    insert = functools.partial(store.insert, namespace)
+    run = Run(insert, ids, cache, match.n_tokens, [model, draft_model], options)
     stops = _every(fresh, ids, checkpoint_every)
     run.precompute(stops, kind, label=label, pin=pin, ttl_s=ttl_s)
     return match
@@ -231,8 +236,16 @@ def prefill(
         progress(total, total)
 
 
-class _Run:
+class Run:
     """One generation: how many tokens the live cache covers, at every moment.
+
+    Args:
+        insert: Stores tokens and a cache, as `PromptStore.insert` does.
+        tokens: The whole prompt.
+        cache: The live cache to go on with, the draft model's layers last.
+        n_tokens: How many tokens it holds.
+        models: The model, and the draft model or ``None``.
+        kwargs: The options of ``mlx_lm.stream_generate``.
 
     *n_held* is that number, or ``None`` while the model runs, when layers may
     disagree; *n_safe* is what all layers had when it last did not run.
@@ -240,37 +253,46 @@ class _Run:
 
     def __init__(
         self,
-        store: PromptStore,
-        namespace: Namespace,
+        insert: Callable[..., object],
         tokens: Tokens,
-        match: Match,
-        fresh: list[Any],
+        cache: list[Any],
+        n_tokens: int,
         models: list[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        self._store = store
-        self._namespace = namespace
+        self._insert_into_store = insert
         self._tokens = tokens
-        self._cache = match.cache if match.cache is not None else fresh
+        self._cache = cache
         self._models = [model for model in models if model is not None]
         self._kwargs = kwargs
         self._history: list[int] = tokens.tolist()
-        self._n_done = self._n_safe = match.n_tokens
-        self._n_held: int | None = match.n_tokens
+        self._n_done = self._n_safe = n_tokens
+        self._n_held: int | None = n_tokens
         self._n_target = len(make_prompt_cache(models[0], kwargs.get("max_kv_size")))
         self._progress: Progress = (
             kwargs.get("prompt_progress_callback") or _no_progress
         )
 
     def generate(
-        self, tokenizer: Any, stops: dict[int, Kind]
+        self, tokenizer: Any, stops: dict[int, Kind], *, insert_end: bool = True
     ) -> Generator[Any, None, None]:
-        """Prefill with stops to store on the way, generate, insert in the end."""
+        """Prefill with stops to store on the way, generate, insert in the end.
+
+        Args:
+            tokenizer: The model's.
+            stops: Where to store on the way, and what the prompt ends with there.
+            insert_end: Whether to insert the whole in the end; if not, the caller
+                does, unless something is raised.
+        """
         try:
             self._stop_at(stops)
             yield from self._generate(tokenizer)
+        except Exception:
+            insert_end = True
+            raise
         finally:
-            self._insert_what_is_sure()
+            if insert_end:
+                self._insert_what_is_sure()
 
     def precompute(self, stops: dict[int, Kind], kind: Kind, **marks: Any) -> None:
         """Prefill with stops to store on the way, and insert all."""
@@ -342,8 +364,7 @@ class _Run:
         # A draft that lags behind a target that cannot be cut is no error of anyone.
         errors: tuple[type[Exception], ...] = (ValueError,) if has_draft else ()
         with contextlib.suppress(*errors):
-            self._store.insert(
-                self._namespace,
+            self._insert_into_store(
                 self._history[:n_tokens],
                 self._cache,
                 kind=kind,
@@ -377,14 +398,22 @@ def _has_state(cache: list[Any]) -> bool:
     return any(codec is not None and codec.kind == "state" for codec in codecs)
 
 
-def _stops(
+def stops_of(
     fresh: list[Any],
     tokenizer: Any,
     tokens: Tokens,
     checkpoints: Sequence[int] | None,
     every: int,
 ) -> dict[int, Kind]:
-    """Return where to store on the way, and what the prompt ends with there."""
+    """Return where to store on the way, and what the prompt ends with there.
+
+    Args:
+        fresh: A cache as the model makes it.
+        tokenizer: The model's.
+        tokens: The whole prompt.
+        checkpoints: Where, if the caller knows better than the chat template.
+        every: Tokens between further checkpoints of models with state.
+    """
     if _is_full(fresh):
         return {}
     stops = _every(fresh, tokens, every)
@@ -419,7 +448,7 @@ def _boundaries(tokenizer: TokenizerWrapper) -> chat.Boundaries:
     return _BOUNDARIES[inner]
 
 
-def _match(
+def best_match(
     store: PromptStore,
     namespace: Namespace,
     tokens: Tokens,

@@ -247,7 +247,7 @@ class Identities:
     """Namespaces of models by the paths in their keys."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Files | None] = {}
+        self._known: dict[Hashable, ModelFiles | None] = {}
 
     def __call__(self, key: Any) -> Namespace | None:
         """Return the namespace of a key; ``None`` if it names no model's files.
@@ -260,7 +260,7 @@ class Identities:
         if isinstance(key, Namespace):
             return key
         if key not in self._known:
-            self._known[key] = _identify(key)
+            self._known[key] = files_of(key)
         known = self._known[key]
         if known is None:
             return None
@@ -269,7 +269,7 @@ class Identities:
         return known.namespace
 
 
-class _Files:
+class ModelFiles:
     """Where the parts of a model lie, and what they were at first."""
 
     def __init__(self, model: Path, *others: Path | None) -> None:
@@ -278,11 +278,17 @@ class _Files:
         self.namespace = self.identify()
 
     def identify(self) -> Namespace:
+        """Return what they are now."""
         return Namespace.from_model(self.model, *self._others)
 
 
-def _identify(key: Any) -> _Files | None:
-    """Return the files that a key names, if it does."""
+def files_of(key: Any) -> ModelFiles | None:
+    """Return the files that a key names, if it does.
+
+    Args:
+        key: A model's directory or hub id, or a tuple of those of a model, its
+            adapter and its draft model.
+    """
     names = key if isinstance(key, tuple) else (key,)
     if not 1 <= len(names) <= 3 or not names[0]:
         return None
@@ -291,7 +297,7 @@ def _identify(key: Any) -> _Files | None:
     try:
         model, *others = (_directory(name) if name else None for name in names)
         assert model is not None
-        return _Files(model, *others)
+        return ModelFiles(model, *others)
     except (ModelUnreadable, OSError, ValueError, RuntimeError):  # no home
         return None
 

@@ -1,0 +1,94 @@
+"""mlx-lm's batches, watched: who shared one, what is left of a cancelled request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mlx_lm.generate import BatchGenerator
+
+from promptstore.metrics import Metrics
+
+Keep = Callable[[list[int], list[Any]], None]
+"""Stores tokens and the cache of a request that was not finished."""
+
+
+class FromBatch(list[Any]):
+    """The layers of one sequence that came out of a batch.
+
+    Attributes:
+        shared: Whether others were in the batch as well.
+    """
+
+    shared: bool = False
+
+
+class Batches(BatchGenerator):
+    """A ``BatchGenerator`` that tells what its caches have been through.
+
+    Args:
+        keep: Called with what a removed request had computed.
+        metrics: What is counted.
+    """
+
+    def __init__(self, *args: Any, keep: Keep, metrics: Metrics, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._keep = keep
+        self._metrics = metrics
+        self._shared: set[int] = set()
+
+    def next(self) -> Any:
+        """Go on with all requests; see ``BatchGenerator.next``."""
+        upstream: Any = super()
+        with self.stats() as stats:
+            prompts, answers = upstream.next()
+        if stats.prompt_tokens:
+            self._metrics.prefilled(stats.prompt_tokens, stats.prompt_time)
+        self._note_company(prompts, answers)
+        for answer in answers:
+            if answer.prompt_cache is not None:
+                answer.prompt_cache = self._tag(answer.uid, answer.prompt_cache)
+                self._shared.discard(answer.uid)
+        return prompts, answers
+
+    def extract_cache(self, uids: Iterable[int]) -> Any:
+        """Return caches and tokens by request; see ``BatchGenerator``."""
+        upstream: Any = super()
+        found = upstream.extract_cache(uids)
+        return {
+            uid: (self._tag(uid, cache or []), tokens)
+            for uid, (cache, tokens) in found.items()
+        }
+
+    def remove(self, uids: Iterable[int], *args: Any, **more: Any) -> Any:
+        """Give up requests, but keep what they had computed."""
+        uids = list(uids)
+        self.keep(uids)
+        self._shared.difference_update(uids)
+        upstream: Any = super()
+        return upstream.remove(uids, *args, **more)
+
+    def keep(self, uids: Iterable[int] | None = None) -> None:
+        """Hand what requests have computed so far to be kept.
+
+        Args:
+            uids: Which; all that are under way if not given.
+        """
+        if uids is None:
+            uids = [*self._prompt_batch.uids, *self._generation_batch.uids]
+        for cache, tokens in self.extract_cache(uids).values():
+            if tokens:
+                self._keep(list(tokens), cache)
+
+    def _note_company(self, prompts: list[Any], answers: list[Any]) -> None:
+        for uids in (
+            {response.uid for response in prompts},
+            {*(response.uid for response in answers), *self._generation_batch.uids},
+        ):
+            if len(uids) > 1:
+                self._shared |= uids
+
+    def _tag(self, uid: int, cache: Iterable[Any]) -> FromBatch:
+        tagged = FromBatch(cache)
+        tagged.shared = uid in self._shared
+        return tagged

@@ -1,0 +1,158 @@
+"""mlx_lm.server's generation thread, that outlives the failure of a request."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from queue import Queue
+from typing import Any
+
+from mlx_lm import server
+from mlx_lm.models.cache import make_prompt_cache
+
+from promptstore.counters import cause_of
+from promptstore.metrics import Metrics
+from promptstore.mlx_lm.generation import stops_of
+from promptstore.serve.batches import Batches
+from promptstore.serve.cache import ServedCache
+from promptstore.serve.provider import Provider
+from promptstore.serve.single import Single
+from promptstore.serve.upstream import replaced
+from promptstore.tokens import as_tokens
+from promptstore.types import Kind
+
+_CHECKPOINT_EVERY = 8192
+_FEW_TOKENS = 32
+
+_log = logging.getLogger("promptstore")
+
+
+class Reply:
+    """The queue of one request's answer, that knows whether its end was told."""
+
+    def __init__(self, queue: Queue[Any]) -> None:
+        self._queue = queue
+        self.is_over = False
+
+    def put(self, item: Any) -> None:
+        """Tell the client's thread something; ``None`` or an error is the end."""
+        self.is_over = self.is_over or item is None or isinstance(item, Exception)
+        self._queue.put(item)
+
+
+class Generator(server.ResponseGenerator):
+    """Serves requests as the server does, and keeps what an unfinished one computed.
+
+    Args:
+        provider: The models.
+        cache: The prompt cache.
+        metrics: What is counted, and shown at ``/metrics``.
+    """
+
+    def __init__(
+        self, provider: Provider, cache: ServedCache, metrics: Metrics
+    ) -> None:
+        self.metrics = metrics
+        self._cache = cache
+        self._batches: Batches | None = None
+        self._replies: list[Reply] = []
+        prompt_cache: Any = cache
+        super().__init__(provider, prompt_cache)
+
+    def stop_and_join(self) -> None:
+        """Stop serving; who called the server waits, with a bound (see `stop`)."""
+        self._stop = True
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop serving; return whether the thread ended in time."""
+        self.stop_and_join()
+        self._generation_thread.join(timeout_s)
+        return not self._generation_thread.is_alive()
+
+    def _run_generate(self) -> None:
+        names = {
+            "BatchGenerator": self._make_batches,
+            "stream_generate": Single(self._cache, self.metrics, lambda: self._stop),
+        }
+        generate: Any = self._generate
+        with replaced(**names):
+            while not self._stop:
+                try:
+                    generate()
+                except Exception as error:
+                    self.metrics.failed(cause_of(error))
+                    self._keep_all()
+                    if not self._fail(error):
+                        _log.exception("the generation thread died")
+                        self._generation_failed = True
+                        return
+        self._keep_all()
+        self._fail(RuntimeError("the server is shutting down"))
+
+    def _make_batches(self, *args: Any, **more: Any) -> Batches:
+        key = self.model_provider.model_key
+        keep = functools.partial(self._keep, key)
+        self._batches = Batches(*args, keep=keep, metrics=self.metrics, **more)
+        return self._batches
+
+    def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:
+        self._cache.insert_cache(key, tokens, cache)
+
+    def _keep_all(self) -> None:
+        """Keep what all requests under way have computed, as far as it can be read."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            with contextlib.suppress(Exception):
+                batches.keep()
+
+    def _fail(self, error: Exception) -> bool:
+        """Tell all requests under way; return whether there were any."""
+        replies = [reply for reply in self._replies if not reply.is_over]
+        self._replies.clear()
+        for reply in replies:
+            reply.put(error)
+        return bool(replies)
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        next_request: Any = super()._next_request
+        request = next_request(timeout)
+        if request is None:
+            return None
+        self._replies = [reply for reply in self._replies if not reply.is_over]
+        self._replies.append(Reply(request[0]))
+        return self._replies[-1], *request[1:]
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        tokenize: Any = super()._tokenize
+        prompt, segments, kinds, state, vision = tokenize(tokenizer, request, args)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if vision is None:
+            segments, kinds = self._cut(tokenizer, prompt, segments, kinds)
+        return prompt, segments, kinds, state, vision
+
+    def _cut(
+        self,
+        tokenizer: Any,
+        prompt: list[int],
+        segments: list[list[int]],
+        kinds: list[Kind],
+    ) -> tuple[list[list[int]], list[Kind]]:
+        """Cut the prompt also where models whose cache cannot be cut must be stored."""
+        fresh = make_prompt_cache(self.model_provider.model)
+        stops = stops_of(fresh, tokenizer, as_tokens(prompt), None, _CHECKPOINT_EVERY)
+        if not stops:
+            return segments, kinds
+        at = 0
+        for segment, kind in zip(segments, kinds, strict=True):
+            at += len(segment)
+            stops[at] = kind
+        ends = sorted(end for end in stops if 0 < end <= len(prompt))
+        starts = [0, *ends[:-1]]
+        cut = [prompt[lo:hi] for lo, hi in zip(starts, ends, strict=True)]
+        kinds = [stops[end] for end in ends]
+        # The server stores after each segment that has a kind, one token early after
+        # the last: a whole state more, for a few tokens.
+        is_near = len(cut) > 1 and len(cut[-1]) <= _FEW_TOKENS
+        return cut, kinds[:-1] if is_near else kinds

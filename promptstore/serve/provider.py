@@ -1,0 +1,88 @@
+"""mlx_lm.server's models, each with what the store must know of it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from mlx_lm import server
+from mlx_lm.models.cache import make_prompt_cache
+
+from promptstore.errors import ModelUnreadable
+from promptstore.mlx_lm.lru import ModelFiles, files_of
+from promptstore.probe import BatchedPath, batched_path
+from promptstore.types import Namespace
+
+_log = logging.getLogger("promptstore")
+
+
+class Provider(server.ModelProvider):
+    """Loads models as the server does, and says whose KV theirs is.
+
+    Attributes:
+        namespace: Of the loaded model.
+        is_identified: Whether it is that of the model's files. If they cannot be read,
+            or changed while they were read, this load has a namespace of its own.
+        batched: What the batched path leaves in a cache of the loaded model.
+    """
+
+    namespace = Namespace("nothing loaded")
+    is_identified = False
+    batched = BatchedPath(alone=False, shared=False)
+
+    def _load(self, *key: Any, **more: Any) -> None:
+        files = _files(key)
+        upstream: Any = super()
+        upstream._load(*key, **more)
+        # The hub's files may have come with the loading just now.
+        found = _unchanged(files or _files(self.model_key))
+        self.is_identified = found is not None
+        self.namespace = found or Namespace(f"in memory, {uuid.uuid4()}")
+        if found is None:
+            _log.warning("%s cannot be identified: its KV stays in memory", key[0])
+        if self.is_batchable:
+            self._probe()
+
+    @property
+    def n_target(self) -> int | None:
+        """Where a draft model's layers begin in a cache, if there is one."""
+        if self.draft_model is None:
+            return None
+        return len(make_prompt_cache(self.model))
+
+    def trusts(self, *, shared: bool) -> bool:
+        """Whether a cache that comes out of a batch holds what the single path leaves.
+
+        Args:
+            shared: Whether others were in the batch as well.
+        """
+        return self.batched.shared if shared else self.batched.alone
+
+    def _probe(self) -> None:
+        self.batched = batched_path(self.model)
+        if self.batched.error:
+            _log.warning(
+                "this model cannot be batched (%s): requests are served one at a time",
+                self.batched.error,
+            )
+            self.is_batchable = False
+        elif not self.batched.shared:
+            _log.warning(
+                "mlx-lm's batched prefill leaves another state of this model than the "
+                "single one: what comes out of a batch is not stored"
+            )
+
+
+def _files(key: Any) -> ModelFiles | None:
+    return files_of(tuple(key))
+
+
+def _unchanged(files: ModelFiles | None) -> Namespace | None:
+    """Return what the files are, unless they were something else before."""
+    if files is None:
+        return None
+    try:
+        return files.namespace if files.identify() == files.namespace else None
+    except ModelUnreadable:
+        return None
