@@ -95,10 +95,10 @@ ALLOWED: dict[str, set[str]] = {
     "mlx_lm": {
         "chat", "codecs", "counters", "errors", "opaque", "store", "tokens", "types",
     },
+    "localai": {"counters", "mlx_lm", "opaque", "store", "types"},
     "serve": {
         "counters", "errors", "metrics", "mlx_lm", "probe", "store", "tokens", "types",
     },
-    "localai": {"counters", "mlx_lm", "opaque", "store", "types"},
     "doctor": {"codecs", "mlx_lm", "store", "types"},
     "cli": {"", "chat", "doctor", "errors", "mlx_lm", "serve"},
     "__main__": {"cli"},

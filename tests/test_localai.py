@@ -326,6 +326,33 @@ def test_an_interrupted_request_spoils_nothing(stop_after: int) -> None:
     assert predict(cache, longer)[0] == predict(ThreadSafeLRUPromptCache(), longer)[0]
 
 
+def test_requests_that_take_turns_do_not_meet(
+    open_cache: Open, path: Path, model: str
+) -> None:
+    """Streams of one prompt on one thread, as coroutines are: each goes on by itself,
+    whether it got its cache from memory or from disk."""
+    cache, ids = open_cache(path=path), tokens(80)
+
+    def stream() -> Iterator[int]:
+        key = list(ids)
+        kv, rest = cache.fetch_nearest_cache(model, key)
+        kv = kv or make_prompt_cache(tiny_model())
+        try:
+            for token, _ in generate_step(
+                mx.array(rest), tiny_model(), max_tokens=6, prompt_cache=kv
+            ):
+                key.append(int(token))
+                yield int(token)
+        finally:
+            cache.insert_cache(model, key, kv)
+
+    expected, _, _ = predict(ThreadSafeLRUPromptCache(), ids)
+    for _ in range(3):
+        turns = list(zip(stream(), stream(), stream(), strict=True))
+        assert turns == [(token, token, token) for token in expected]
+        cache.clear()
+
+
 def test_a_prefill_that_broke_off_is_kept_as_far_as_it_came() -> None:
     """Fault W05: the key is whole, the KV is not."""
     cache, ids = ThreadSafeLRUPromptCache(), tokens(50)

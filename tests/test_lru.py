@@ -539,14 +539,22 @@ def test_a_trim_that_comes_undone_is_not_trusted(lru: LRUPromptCache) -> None:
         assert lru.fetch_nearest_cache(model, [*tokens(8), 9])[1] == [9]
 
 
+def trim_all(layers: list[Any], n_tokens: int) -> None:
+    for layer in layers:
+        layer.trim(n_tokens)
+
+
+def test_a_window_is_not_left_to_a_trim_of_ones_own() -> None:
+    """Fault W01: of 100 tokens the last 32 are there, so after 70 nothing goes on."""
+    lru = LRUPromptCache(can_trim=lambda layers: True, trim=trim_all)
+    layers = [Exact(range(100)), chunked(100, 32, n_layers=1)[0]]
+    lru.insert_cache("m", list(range(100)), layers)
+    assert lru.fetch_nearest_cache("m", [*range(70), 7])[0] is None
+
+
 def test_a_trim_of_ones_own_is_made_good() -> None:
     """Fault T02: layers that the store knows are cut by it, whoever trims."""
-
-    def trim(layers: list[Any], n_tokens: int) -> None:
-        for layer in layers:
-            layer.trim(n_tokens)
-
-    lru = LRUPromptCache(can_trim=lambda layers: True, trim=trim)
+    lru = LRUPromptCache(can_trim=lambda layers: True, trim=trim_all)
     layers = [Exact(range(8)), concatenated(8, n_layers=1)[0]]
     lru.insert_cache("m", list(range(8)), layers)
     cache, _ = lru.fetch_nearest_cache("m", [0, 1, 2, 9])
