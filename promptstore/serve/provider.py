@@ -60,7 +60,11 @@ class Provider(server.ModelProvider):
         return self.batched.shared if shared else self.batched.alone
 
     def _probe(self) -> None:
-        self.batched = batched_path(self.model)
+        self.batched = BatchedPath(alone=False, shared=False)
+        try:
+            self.batched = batched_path(self.model)
+        except Exception:  # the model's own; requests will tell
+            _log.exception("what batches leave of this model cannot be found out")
         if self.batched.error:
             _log.warning(
                 "this model cannot be batched (%s): requests are served one at a time",
