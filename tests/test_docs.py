@@ -10,8 +10,11 @@ import concurrent.futures
 import contextlib
 import importlib
 import json
+import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -336,3 +339,47 @@ def test_who_is_gone_before_its_turn_costs_nothing(engine: Any) -> None:
     future = engine.submit(asked, FOREVER, lambda _: None, gone)
     assert type(future.exception(LIMIT_S)).__name__ == "Stopped"
     assert engine.store.stats().tokens_asked == 0
+
+
+# ---------------------------------------------------------------- mlx_lm.server
+
+
+@pytest.mark.real_model
+def test_the_session_of_the_server_page(model_path: Path, tmp_path: Path) -> None:
+    """The commands as they stand there: the second answer reuses the first's prompt."""
+    if not all(shutil.which(name) for name in ("bash", "curl")):
+        pytest.skip("no bash, or no curl")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "MODEL": str(model_path),
+        "PORT": str(port),
+        "STORE": str(tmp_path / "store"),
+    }
+    script = example("server.md", "session")
+    command = ["bash", "-c", script]
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=LIMIT_S)
+    first, second = (
+        json.loads((tmp_path / f"{name}.json").read_text())
+        for name in ("first", "second")
+    )
+    assert first["choices"] == second["choices"]
+    n_cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert n_cached == second["usage"]["prompt_tokens"] - 1
+
+
+def test_the_cache_of_the_server_page(tmp_path: Path) -> None:
+    """mlx-lm's class on a store: the same question again reuses its prompt."""
+    model = str(save_model(tmp_path / "model"))
+    names: dict[str, Any] = {}
+    exec(example("server.md", "lru"), names)
+    question = "When do you open, and when do you close? " * 3
+    (first, cold), (second, warm) = (
+        names["answer"](model, str(tmp_path / "store"), question) for _ in range(2)
+    )
+    assert first == second
+    assert cold == 0
+    assert warm > len(question)
