@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 
 from promptstore.metrics import Metrics
+from promptstore.mlx_lm.generation import is_full
 
 Keep = Callable[[list[int], list[Any]], None]
 """Stores tokens and the cache of a request that was not finished."""
@@ -45,12 +46,15 @@ class Batches(BatchGenerator):
         self._keep = keep
         self._metrics = metrics
         self._shared: set[int] = set()
+        self._is_between_steps = True
 
     def next(self) -> Any:
         """Go on with all requests; see ``BatchGenerator.next``."""
         upstream: Any = super()
+        self._is_between_steps = False
         with self.stats() as stats:
             prompts, answers = upstream.next()
+        self._is_between_steps = True
         if stats.prompt_tokens:
             self._metrics.prefilled(stats.prompt_tokens, stats.prompt_time)
         self._note_company(prompts, answers)
@@ -86,13 +90,16 @@ class Batches(BatchGenerator):
     def keep(self, uids: Iterable[int] | None = None) -> None:
         """Hand what requests have computed so far to be kept.
 
+        If a step has failed, some layers may have what others have not: then only
+        caches that can be cut to what all have.
+
         Args:
             uids: Which; all that are under way if not given.
         """
         if uids is None:
             uids = [*self._prompt_batch.uids, *self._generation_batch.uids]
         for cache, tokens in self.extract_cache(uids).values():
-            if tokens:
+            if tokens and (self._is_between_steps or is_full(cache)):
                 self._keep(list(tokens), cache)
 
     def _note_company(self, prompts: list[Any], answers: list[Any]) -> None:
