@@ -89,9 +89,8 @@ def stream_generate(
     match, fresh = best_match(store, namespace, tokens, model, draft_model, kwargs)
     if on_match is not None:
         on_match(match)
-    cache = fresh if match.cache is None else match.cache
-    insert = functools.partial(store.insert, namespace)
-    run = Run(insert, tokens, cache, match.n_tokens, [model, draft_model], kwargs)
+    models = [model, draft_model]
+    run = _run_of(store, namespace, tokens, match, fresh, models, kwargs)
     stops = stops_of(fresh, tokenizer, tokens, checkpoints, checkpoint_every)
     yield from run.generate(tokenizer, stops)
 
@@ -182,9 +181,8 @@ def precompute(
     match, fresh = best_match(store, namespace, request, model, draft_model, options)
     if on_match is not None:
         on_match(match)
-    cache = fresh if match.cache is None else match.cache
-    insert = functools.partial(store.insert, namespace)
-    run = Run(insert, ids, cache, match.n_tokens, [model, draft_model], options)
+    models = [model, draft_model]
+    run = _run_of(store, namespace, ids, match, fresh, models, options)
     stops = _every(fresh, ids, checkpoint_every)
     run.precompute(stops, kind, label=label, pin=pin, ttl_s=ttl_s)
     return match
@@ -382,6 +380,21 @@ class Run:
             self._insert(n_tokens, "assistant")
         elif is_full(self._cache):
             self._insert(self._n_safe, "assistant")
+
+
+def _run_of(
+    store: PromptStore,
+    namespace: Namespace,
+    tokens: Tokens,
+    match: Match,
+    fresh: list[Any],
+    models: list[Any],
+    kwargs: dict[str, Any],
+) -> Run:
+    """Return a run that goes on with what was matched."""
+    insert = functools.partial(store.insert, namespace)
+    cache = fresh if match.cache is None else match.cache
+    return Run(insert, tokens, cache, match.n_tokens, models, kwargs)
 
 
 def _no_progress(done: int, total: int) -> None:
