@@ -27,6 +27,8 @@ FRANCE = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 
+pytestmark = pytest.mark.server
+
 Serve = Callable[..., Server]
 
 
