@@ -401,8 +401,8 @@ def _no_progress(done: int, total: int) -> None:
     return
 
 
-def is_full(cache: Sequence[Any]) -> bool:
-    """Whether a cache can be cut at every position."""
+def is_full(cache: list[Any]) -> bool:
+    """Whether all layers are of full attention, which can be cut anywhere."""
     kinds = [codec.kind if codec else None for codec in map(codec_of, leaves_of(cache))]
     return all(kind == "full" for kind in kinds)
 

@@ -57,6 +57,7 @@ class Generator(server.ResponseGenerator):
         self._cache = cache
         self._batches: Batches | None = None
         self._replies: list[Reply] = []
+        self._prompt: list[int] = []
         prompt_cache: Any = cache
         super().__init__(provider, prompt_cache)
 
@@ -71,10 +72,10 @@ class Generator(server.ResponseGenerator):
         return not self._generation_thread.is_alive()
 
     def _run_generate(self) -> None:
-        names = {
-            "BatchGenerator": self._make_batches,
-            "stream_generate": Single(self._cache, self.metrics, lambda: self._stop),
-        }
+        single = Single(
+            self._cache, self.metrics, lambda: self._stop, lambda: self._prompt
+        )
+        names = {"BatchGenerator": self._make_batches, "stream_generate": single}
         generate: Any = self._generate
         with replaced(**names):
             while not self._stop:
@@ -135,6 +136,7 @@ class Generator(server.ResponseGenerator):
         prompt, segments, kinds, state, vision = tokenize(tokenizer, request, args)
         if not prompt:
             raise ValueError("the prompt is empty")
+        self._prompt = prompt
         if vision is None:
             segments, kinds = self._cut(tokenizer, prompt, segments, kinds)
         return prompt, segments, kinds, state, vision
