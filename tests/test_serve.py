@@ -30,9 +30,10 @@ from tiny import CONFIG, N_VOCABULARY, save_model
 
 from promptstore import Namespace, PromptStore, n_cached
 from promptstore.cli import main
+from promptstore.errors import ServerMoved
 from promptstore.metrics import Metrics
 from promptstore.probe import BatchedPath
-from promptstore.serve import ServerMoved, upstream
+from promptstore.serve import upstream
 from promptstore.serve.batches import Batches, FromBatch
 from promptstore.serve.cache import ServedCache
 from promptstore.serve.shutdown import Shutdown
@@ -347,6 +348,7 @@ def batches_of(path: Path) -> tuple[Batches, Kept]:
     batches = Batches(
         loaded(path)[0],
         keep=lambda tokens, cache: kept.append((tokens, cache)),
+        on_close=lambda: None,
         metrics=Metrics(None),
         prefill_step_size=16,
         max_tokens=50,

@@ -22,7 +22,6 @@ from promptstore.serve.upstream import replaced
 from promptstore.tokens import as_tokens
 from promptstore.types import Kind
 
-_CHECKPOINT_EVERY = 8192
 _FEW_TOKENS = 32
 
 _log = logging.getLogger("promptstore")
@@ -136,6 +135,9 @@ class Generator(server.ResponseGenerator):
         prompt, segments, kinds, state, vision = tokenize(tokenizer, request, args)
         if not prompt:
             raise ValueError("the prompt is empty")
+        # What cannot be served must fail here, where it fails alone.
+        make_state_machine: Any = self._make_state_machine
+        make_state_machine(self.model_provider.model_key, tokenizer, args.stop_words)
         self._prompt = prompt
         if vision is None:
             segments, kinds = self._cut(tokenizer, prompt, segments, kinds)
@@ -150,7 +152,7 @@ class Generator(server.ResponseGenerator):
     ) -> tuple[list[list[int]], list[Kind]]:
         """Cut the prompt also where models whose cache cannot be cut must be stored."""
         fresh = make_prompt_cache(self.model_provider.model)
-        stops = stops_of(fresh, tokenizer, as_tokens(prompt), None, _CHECKPOINT_EVERY)
+        stops = stops_of(fresh, tokenizer, as_tokens(prompt))
         if not stops:
             return segments, kinds
         at = 0

@@ -86,7 +86,7 @@ class Single:
             [model, draft_model],
             options,
         )
-        stops = stops_of(make_prompt_cache(model), tokenizer, whole, None, 8192)
+        stops = stops_of(make_prompt_cache(model), tokenizer, whole)
         responses = run.generate(tokenizer, stops, insert_end=False)
         for response in responses:
             yield response
