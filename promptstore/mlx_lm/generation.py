@@ -380,7 +380,7 @@ class Run:
             with contextlib.suppress(NotCovered):  # pure state holds what it was given
                 n_tokens = min(n_tokens, n_cached(self._cache))
             self._insert(n_tokens, "assistant")
-        elif _is_full(self._cache):
+        elif is_full(self._cache):
             self._insert(self._n_safe, "assistant")
 
 
@@ -388,7 +388,8 @@ def _no_progress(done: int, total: int) -> None:
     return
 
 
-def _is_full(cache: list[Any]) -> bool:
+def is_full(cache: list[Any]) -> bool:
+    """Whether all layers are full attention: they tell what they hold, and are cut."""
     kinds = [codec.kind if codec else None for codec in map(codec_of, leaves_of(cache))]
     return all(kind == "full" for kind in kinds)
 
@@ -414,7 +415,7 @@ def stops_of(
         checkpoints: Where, if the caller knows better than the chat template.
         every: Tokens between further checkpoints of models with state.
     """
-    if _is_full(fresh):
+    if is_full(fresh):
         return {}
     stops = _every(fresh, tokens, every)
     if checkpoints is not None:

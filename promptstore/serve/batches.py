@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 
 from promptstore.metrics import Metrics
+from promptstore.mlx_lm.generation import is_full
 
 Keep = Callable[[list[int], list[Any]], None]
 """Stores tokens and the cache of a request that was not finished."""
@@ -28,7 +29,7 @@ class Batches(BatchGenerator):
 
     Args:
         keep: Called with what a removed request had computed.
-        on_close: Called when this is not needed any more.
+        on_close: Called with this when it is not needed any more.
         metrics: What is counted.
     """
 
@@ -36,7 +37,7 @@ class Batches(BatchGenerator):
         self,
         *args: Any,
         keep: Keep,
-        on_close: Callable[[], None],
+        on_close: Callable[[Batches], None],
         metrics: Metrics,
         **more: Any,
     ) -> None:
@@ -45,12 +46,15 @@ class Batches(BatchGenerator):
         self._keep = keep
         self._metrics = metrics
         self._shared: set[int] = set()
+        self._is_whole = True
 
     def next(self) -> Any:
         """Go on with all requests; see ``BatchGenerator.next``."""
         upstream: Any = super()
+        self._is_whole = False
         with self.stats() as stats:
             prompts, answers = upstream.next()
+        self._is_whole = True
         if stats.prompt_tokens:
             self._metrics.prefilled(stats.prompt_tokens, stats.prompt_time)
         self._note_company(prompts, answers)
@@ -64,7 +68,7 @@ class Batches(BatchGenerator):
         """Let go of what mlx was told; see ``BatchGenerator``."""
         upstream: Any = super()
         upstream.close()
-        self._on_close()
+        self._on_close(self)
 
     def extract_cache(self, uids: Iterable[int]) -> Any:
         """Return caches and tokens by request; see ``BatchGenerator``."""
@@ -86,13 +90,16 @@ class Batches(BatchGenerator):
     def keep(self, uids: Iterable[int] | None = None) -> None:
         """Hand what requests have computed so far to be kept.
 
+        A step that failed may leave layers ahead of the tokens, or tokens ahead of
+        layers; state does not tell, so then only what does is kept.
+
         Args:
             uids: Which; all that are under way if not given.
         """
         if uids is None:
             uids = [*self._prompt_batch.uids, *self._generation_batch.uids]
         for cache, tokens in self.extract_cache(uids).values():
-            if tokens:
+            if tokens and (self._is_whole or is_full(cache)):
                 self._keep(list(tokens), cache)
 
     def _note_company(self, prompts: list[Any], answers: list[Any]) -> None:
