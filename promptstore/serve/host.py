@@ -84,7 +84,9 @@ def _run(
 ) -> int:
     """Stand in for ``mlx_lm.server.run``."""
     args = provider.cli_args
-    max_bytes = args.prompt_cache_bytes or _NO_LIMIT
+    max_bytes = args.prompt_cache_bytes
+    if max_bytes is None:
+        max_bytes = _NO_LIMIT
     store = _open(settings, max_bytes)
     metrics = Metrics(store)
     cache = ServedCache(

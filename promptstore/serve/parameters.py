@@ -28,6 +28,10 @@ def try_out(
     """
     if args.seed is not None and not 0 <= args.seed < _SEEDS:
         raise ValueError("seed must be from 0 to 2**64 - 1")
+    bias = args.logits.logit_bias or {}
+    # mlx does not look: such an id is a write to memory that is another's.
+    if n_vocabulary and not all(0 <= id_ < n_vocabulary for id_ in bias):
+        raise ValueError(f"logit_bias must name ids from 0 to {n_vocabulary - 1}")
     try:
         processors = server._make_logits_processors(args)
         sampler = server._make_sampler(args, tokenizer)
