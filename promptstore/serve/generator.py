@@ -65,6 +65,10 @@ class Generator(server.ResponseGenerator):
         """Stop serving; who called the server waits, with a bound (see `stop`)."""
         self._stop = True
 
+    def stand_by(self) -> None:
+        """Return when the thread has ended."""
+        self._generation_thread.join()
+
     def stop(self, timeout_s: float) -> bool:
         """Stop serving; return whether the thread ended in time."""
         self.stop_and_join()
@@ -141,8 +145,9 @@ class Generator(server.ResponseGenerator):
         prompt, segments, kinds, state, vision = tokenize(tokenizer, request, args)
         if not prompt:
             raise ValueError("the prompt is empty")
-        provider = self.model_provider
-        self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
+        provider: Any = self.model_provider
+        make_stops: Any = self._make_state_machine
+        make_stops(provider.model_key, tokenizer, args.stop_words)
         try_out(args, tokenizer, prompt, provider.n_vocabulary)
         if vision is None:
             segments, kinds = self._cut(tokenizer, prompt, segments, kinds)

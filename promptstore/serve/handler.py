@@ -10,7 +10,6 @@ from mlx_lm import server
 
 from promptstore.serve.generator import Generator
 
-
 _log = logging.getLogger("promptstore")
 
 

@@ -32,9 +32,10 @@ def try_out(
     # mlx does not look: such an id is a write to memory that is another's.
     if n_vocabulary and not all(0 <= id_ < n_vocabulary for id_ in bias):
         raise ValueError(f"logit_bias must name ids from 0 to {n_vocabulary - 1}")
+    upstream: Any = server  # not typed
     try:
-        processors = server._make_logits_processors(args)
-        sampler = server._make_sampler(args, tokenizer)
+        processors = upstream._make_logits_processors(args)
+        sampler = upstream._make_sampler(args, tokenizer)
         if not n_vocabulary or not (processors or args.sampling.temperature):
             return
         with random_state_kept():
@@ -53,7 +54,8 @@ def random_state_kept() -> Iterator[None]:
     mlx-lm's samplers are compiled. One that raises while it is traced leaves its
     tracers in the state, and from then on all sampling fails.
     """
-    high, low = mx.random.state[0].tolist()
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
     try:
         yield
     finally:
@@ -62,7 +64,8 @@ def random_state_kept() -> Iterator[None]:
 
 def mend_random_state() -> None:
     """Begin anew with a random state that a failure has left unusable."""
+    state: Any = mx.random.state
     try:
-        mx.eval(mx.random.state[0])
+        mx.eval(state[0])
     except RuntimeError:
         mx.random.seed(0)
