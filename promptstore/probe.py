@@ -74,11 +74,11 @@ def batched_path(model: Any) -> BatchedPath:
     """
     if unknown_classes(make_prompt_cache(model)):
         return BatchedPath(False, False)
-    n_vocabulary, may_share = _n_vocabulary(model), not _cuts_slots(model)
+    n_ids, may_share = n_vocabulary(model), not _cuts_slots(model)
     found = BatchedPath(False, False)
     for seed in _SEEDS:
         draw = random.Random(seed)
-        ids = [draw.randrange(1, n_vocabulary) for _ in range(_N_IDS + _N_OTHER)]
+        ids = [draw.randrange(1, n_ids) for _ in range(_N_IDS + _N_OTHER)]
         now = _Trial(model, ids[:_N_IDS], ids[_N_IDS:]).run(may_share)
         found = BatchedPath(found.alone or now.alone, now.shared, now.error)
         if found.error or (found.shared if may_share else found.alone):
@@ -87,7 +87,7 @@ def batched_path(model: Any) -> BatchedPath:
     return found
 
 
-def _n_vocabulary(model: Any) -> int:
+def n_vocabulary(model: Any) -> int:
     """Return how many ids there are; the logits have their shape unevaluated."""
     logits = model(mx.array([[1]]), cache=make_prompt_cache(model))
     return int(logits.shape[-1])

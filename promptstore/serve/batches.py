@@ -29,7 +29,7 @@ class Batches(BatchGenerator):
 
     Args:
         keep: Called with what a removed request had computed.
-        on_close: Called when this is not needed any more.
+        on_close: Called with this when it is not needed any more.
         metrics: What is counted.
     """
 
@@ -37,7 +37,7 @@ class Batches(BatchGenerator):
         self,
         *args: Any,
         keep: Keep,
-        on_close: Callable[[], None],
+        on_close: Callable[[Batches], None],
         metrics: Metrics,
         **more: Any,
     ) -> None:
@@ -71,7 +71,7 @@ class Batches(BatchGenerator):
         """Let go of what mlx was told; see ``BatchGenerator``."""
         upstream: Any = super()
         upstream.close()
-        self._on_close()
+        self._on_close(self)
 
     def extract_cache(self, uids: Iterable[int]) -> Any:
         """Return caches and tokens by request; see ``BatchGenerator``."""

@@ -16,6 +16,7 @@ from promptstore.metrics import Metrics
 from promptstore.mlx_lm.generation import stops_of
 from promptstore.serve.batches import Batches
 from promptstore.serve.cache import ServedCache
+from promptstore.serve.parameters import mend_random_state, try_out
 from promptstore.serve.provider import Provider
 from promptstore.serve.single import Single
 from promptstore.serve.upstream import replaced
@@ -64,6 +65,10 @@ class Generator(server.ResponseGenerator):
         """Stop serving; who called the server waits, with a bound (see `stop`)."""
         self._stop = True
 
+    def stand_by(self) -> None:
+        """Return when the thread has ended."""
+        self._generation_thread.join()
+
     def stop(self, timeout_s: float) -> bool:
         """Stop serving; return whether the thread ended in time."""
         self.stop_and_join()
@@ -83,6 +88,7 @@ class Generator(server.ResponseGenerator):
                 except Exception as error:
                     self.metrics.failed(cause_of(error))
                     self._keep_all()
+                    mend_random_state()
                     if not self._fail(error):
                         _log.exception("the generation thread died")
                         self._generation_failed = True
@@ -99,9 +105,13 @@ class Generator(server.ResponseGenerator):
         self._batches = batches
         return batches
 
-    def _forget(self) -> None:
-        """Let go of a batch that is drained, and so of its model."""
-        self._batches = None
+    def _forget(self, batches: Batches) -> None:
+        """Let go of a batch that is drained, and so of its model.
+
+        One that failed is closed when it is collected, with another one under way.
+        """
+        if self._batches is batches:
+            self._batches = None
 
     def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:
         self._cache.insert_cache(key, tokens, cache)
@@ -136,8 +146,10 @@ class Generator(server.ResponseGenerator):
         if not prompt:
             raise ValueError("the prompt is empty")
         # What cannot be served must fail here, where it fails alone.
-        make_state_machine: Any = self._make_state_machine
-        make_state_machine(self.model_provider.model_key, tokenizer, args.stop_words)
+        provider: Any = self.model_provider
+        make_stops: Any = self._make_state_machine
+        make_stops(provider.model_key, tokenizer, args.stop_words)
+        try_out(args, tokenizer, prompt, provider.n_vocabulary)
         self._prompt = prompt
         if vision is None:
             segments, kinds = self._cut(tokenizer, prompt, segments, kinds)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx_lm import server
@@ -54,7 +54,8 @@ def serve(argv: Sequence[str], settings: Settings) -> int:
         settings: How it uses its store.
 
     Returns:
-        The exit code: 0, or 1 if something was not written.
+        0, if it ended before there was anything to end; else the process ends here,
+        with that code, or 1 if something was not written.
 
     Raises:
         ServerMoved: mlx-lm's server is not the one that this version knows.
@@ -64,10 +65,9 @@ def serve(argv: Sequence[str], settings: Settings) -> int:
     upstream.require()
     shutdown = Shutdown(settings.shutdown_s)
     shutdown.install()
-    codes: list[int] = []
 
     def run(host: str, port: int, model_provider: Provider) -> None:
-        codes.append(_run(host, port, model_provider, settings, shutdown))
+        _run(host, port, model_provider, settings, shutdown)
 
     main: Any = server.main
     sys.argv[:] = ["promptstore serve", *argv]
@@ -76,13 +76,14 @@ def serve(argv: Sequence[str], settings: Settings) -> int:
         contextlib.suppress(KeyboardInterrupt),  # before there was anything to end
     ):
         main()
-    return max(codes, default=0)
+    return 0
 
 
 def _run(
     host: str, port: int, provider: Provider, settings: Settings, shutdown: Shutdown
-) -> int:
-    """Stand in for ``mlx_lm.server.run``."""
+) -> NoReturn:
+    """Stand in for ``mlx_lm.server.run``, and end the process: with code 0, or 1 if
+    something was not written."""
     args = provider.cli_args
     max_bytes = args.prompt_cache_bytes
     if max_bytes is None:
@@ -92,18 +93,30 @@ def _run(
     cache = ServedCache(
         provider, store, metrics, max_size=args.prompt_cache_size, max_bytes=max_bytes
     )
+    shutdown.hold()  # until there is a block that ends the thread
     generator = Generator(provider, cache, metrics)
-    ended, code = False, 1
     try:
-        server._run_http_server(host, port, generator, handler_class=Handler)
+        with contextlib.suppress(KeyboardInterrupt):
+            shutdown.release()
+            if mx.distributed.init().rank() == 0:
+                server._run_http_server(host, port, generator, handler_class=Handler)
+            else:  # rank 0 shares what it is asked
+                generator.stand_by()
     finally:
         ended = generator.stop(shutdown.left_s() / 2)
         code = _close(store, shutdown)
         if not ended:  # it would keep the process from ending
-            _log.warning("the generation thread did not end in time")
-            logging.shutdown()
-            os._exit(code)
-    return code
+            _log.error("not written: the generation thread did not end in time")
+            _exit(1)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process without mlx's own end, which aborts some processes of which a
+    thread has used mlx."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _open(settings: Settings, memory_bytes: int) -> PromptStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from typing import Any
@@ -11,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from promptstore.errors import ModelUnreadable
 from promptstore.mlx_lm.lru import ModelFiles, files_of
-from promptstore.probe import BatchedPath, batched_path
+from promptstore.probe import BatchedPath, batched_path, n_vocabulary
 from promptstore.types import Namespace
 
 _log = logging.getLogger("promptstore")
@@ -25,24 +26,35 @@ class Provider(server.ModelProvider):
         is_identified: Whether it is that of the model's files. If they cannot be read,
             or changed while they were read, this load has a namespace of its own.
         batched: What the batched path leaves in a cache of the loaded model.
+        n_vocabulary: How many ids the loaded model knows; 0 if it does not tell.
     """
 
     namespace = Namespace("nothing loaded")
     is_identified = False
     batched = BatchedPath(alone=False, shared=False)
+    n_vocabulary = 0
 
     def _load(self, *key: Any, **more: Any) -> None:
-        files = _files(key)
-        upstream: Any = super()
-        upstream._load(*key, **more)
-        # The hub's files may have come with the loading just now.
-        found = _unchanged(files or _files(self.model_key))
-        self.is_identified = found is not None
-        self.namespace = found or Namespace(f"in memory, {uuid.uuid4()}")
-        if found is None:
-            _log.warning("%s cannot be identified: its KV stays in memory", key[0])
-        if self.is_batchable:
-            self._probe()
+        # Whatever fails from here on: nothing may be taken for the old model's KV,
+        # and the next request must load again.
+        self._is_of_its_own()
+        try:
+            files = _files(key)
+            upstream: Any = super()
+            upstream._load(*key, **more)
+            # The hub's files may have come with the loading just now.
+            found = _unchanged(files or _files(self.model_key))
+            if found is None:
+                _log.warning("%s cannot be identified: its KV stays in memory", key[0])
+            else:
+                self.namespace, self.is_identified = found, True
+            with contextlib.suppress(Exception):  # the model's own; requests will tell
+                self.n_vocabulary = n_vocabulary(self.model)
+            if self.is_batchable:
+                self._probe()
+        except BaseException:
+            self.reset()
+            raise
 
     @property
     def n_target(self) -> int | None:
@@ -59,8 +71,14 @@ class Provider(server.ModelProvider):
         """
         return self.batched.shared if shared else self.batched.alone
 
-    def _probe(self) -> None:
+    def _is_of_its_own(self) -> None:
+        """Give what is loaded a namespace that nothing else has."""
+        self.namespace = Namespace(f"in memory, {uuid.uuid4()}")
+        self.is_identified = False
         self.batched = BatchedPath(alone=False, shared=False)
+        self.n_vocabulary = 0
+
+    def _probe(self) -> None:
         try:
             self.batched = batched_path(self.model)
         except Exception:  # the model's own; requests will tell

@@ -8,6 +8,8 @@ import threading
 import time
 from types import FrameType
 
+_NUMBERS = signal.SIGTERM, signal.SIGINT
+
 
 class Shutdown:
     """Turns SIGTERM and SIGINT into one ``KeyboardInterrupt`` in the main thread.
@@ -23,8 +25,16 @@ class Shutdown:
     def install(self) -> None:
         """Begin to listen; only the main thread can."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _NUMBERS:
                 signal.signal(number, self._on_signal)
+
+    def hold(self) -> None:
+        """Let signals wait for `release`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
+
+    def release(self) -> None:
+        """Act on signals again; on one that waits, at once."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)
 
     def left_s(self) -> float:
         """Return how much of the time is left; it begins now if no signal came."""

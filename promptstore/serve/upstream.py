@@ -22,6 +22,7 @@ _LOOKED_UP: dict[str, tuple[str, ...]] = {
     "ResponseGenerator._generate": (
         "BatchGenerator", "insert_segments", "extract_cache", "remove", "next",
         "fetch_nearest_cache", "insert_cache", "_tokenize", "_next_request",
+        "_make_state_machine", "_make_sampler", "_make_logits_processors",
     ),
     "ResponseGenerator._serve_single": (
         "stream_generate", "fetch_nearest_cache", "insert_cache", "_tokenize",
