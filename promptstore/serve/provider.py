@@ -23,7 +23,8 @@ class Provider(server.ModelProvider):
     Attributes:
         namespace: Of the loaded model.
         is_identified: Whether it is that of the model's files. If they cannot be read,
-            or changed while they were read, this load has a namespace of its own.
+            or changed while they were read, or this is one of several ranks, this load
+            has a namespace of its own.
         batched: What the batched path leaves in a cache of the loaded model.
     """
 
@@ -32,14 +33,17 @@ class Provider(server.ModelProvider):
     batched = BatchedPath(alone=False, shared=False)
 
     def _load(self, *key: Any, **more: Any) -> None:
-        files = _files(key)
+        # A rank has a part of the model, and often only a part of the files.
+        files = None if self.is_distributed else _files(key)
         upstream: Any = super()
         upstream._load(*key, **more)
         # The hub's files may have come with the loading just now.
-        found = _unchanged(files or _files(self.model_key))
+        found = None
+        if not self.is_distributed:
+            found = _unchanged(files or _files(self.model_key))
         self.is_identified = found is not None
         self.namespace = found or Namespace(f"in memory, {uuid.uuid4()}")
-        if found is None:
+        if found is None and not self.is_distributed:
             _log.warning("%s cannot be identified: its KV stays in memory", key[0])
         if self.is_batchable:
             self._probe()
