@@ -80,7 +80,7 @@ def part_of(model: Module) -> dict[str, tuple[int, int]]:
         if getattr(module, "pipeline_size", 1) > 1:
             part["pipeline"] = module.pipeline_rank, module.pipeline_size
             part["layers"] = module.start_idx, module.end_idx
-        for value in vars(module).values():
+        for value in module.__dict__.values():
             if isinstance(value, mx.distributed.Group) and value.size() > 1:
                 part["tensor"] = value.rank(), value.size()
     return part
@@ -111,7 +111,7 @@ def _taken_apart(value: Any) -> tuple[list[Any], Iterable[tuple[str | int, Any]]
     if isinstance(value, mx.Dtype):
         return [kind, str(value)], ()
     if isinstance(value, Module):
-        return [kind], [*_attributes(vars(value)), *value.items()]
+        return [kind], [*_attributes(value.__dict__), *value.items()]
     if isinstance(value, Mapping):
         return [kind], [(repr(key), part) for key, part in value.items()]
     if isinstance(value, list | tuple):
@@ -210,7 +210,7 @@ def _exact_until(model: Module) -> int | None:
 
 def _configs(model: Module) -> Iterator[object]:
     for module in _modules(model):
-        values = (*vars(module).values(), *module.values())
+        values = (*module.__dict__.values(), *module.values())
         yield from (each for each in values if dataclasses.is_dataclass(each))
         yield from (each for each in values if isinstance(each, Mapping))
 

@@ -107,13 +107,18 @@ class Namespace:
         return not self.exact_until or n_tokens <= int(self.exact_until)
 
     @property
+    def fields(self) -> dict[str, str]:
+        """All fields by name, as they are stored and digested."""
+        fields: dict[str, str] = dataclasses.asdict(self)
+        if not self.rank:  # stores are older than it
+            del fields["rank"]
+        return fields
+
+    @property
     def digest(self) -> bytes:
         """16 bytes; equal namespaces have equal digests, in every process."""
-        fields = dataclasses.asdict(self)
-        if not self.rank:  # stores from before there was one
-            del fields["rank"]
         # Labelled and escaped, so that no two sets of fields run together.
-        text = json.dumps(fields, sort_keys=True)
+        text = json.dumps(self.fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     @classmethod

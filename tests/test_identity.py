@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 
 import platformdirs
 import pytest
+from builders import kv, tokens
 from fake_weights import safetensors_of, shaped
 from huggingface_hub import constants
 
-from promptstore import filehash, identity
+from promptstore import PromptStore, filehash, identity
 from promptstore.errors import ModelUnreadable
 from promptstore.types import Namespace, Rank
 
@@ -745,6 +746,15 @@ def test_the_only_rank_is_the_whole_model(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     alone = Namespace.from_model(model, rank=Rank((0, 1), (0, 1), (0, 2)))
     assert alone == Namespace.from_model(model)
+
+
+def test_ranks_do_not_meet_on_disk(store: PromptStore) -> None:
+    """What one rank stored is another's miss, and its own hit."""
+    ranks = [Namespace("m", rank=str(Rank((index, 2)))) for index in range(2)]
+    store.insert(ranks[0], tokens(100), kv(100))
+    store.flush()
+    matches = [store.match(rank, [*tokens(100), 1]) for rank in ranks]
+    assert [match.n_tokens for match in matches] == [100, 0]
 
 
 @pytest.mark.parametrize(
