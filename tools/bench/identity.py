@@ -25,8 +25,8 @@ def identity_5gb(options: Options) -> list[Row]:
     Against it a plain cold read of the same files by as many threads, in blocks as
     large. All files are random bytes, synced, and out of the page cache before each.
     2 GB where there is no room for 5. Beside it: the same against the slower of that
-    read and SHA-256 alone (which no code can beat, and which decides where cores are few
-    or busy); and the same bytes as one file, whose SHA-256 one thread must compute.
+    read and SHA-256 alone (which no code can beat, and which decides where cores are
+    few or busy); and the same bytes as one file, whose SHA-256 one thread must compute.
     """
     with new_root(options) as root:
         total = 64 << 20 if options.quick else _affordable(root)
