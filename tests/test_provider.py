@@ -26,7 +26,11 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def provider(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A provider for which mlx-lm's loads nothing, on one machine."""
-    monkeypatch.setattr(server.ModelProvider, "_load", lambda self, *key: None)
+    monkeypatch.setattr(
+        server.ModelProvider,
+        "_load",
+        lambda self, *key: setattr(self, "model_key", key),
+    )
     provider: Any = Provider.__new__(Provider)
     provider.is_distributed = provider.is_batchable = False
     return provider
