@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from promptstore import snapshot
@@ -174,7 +173,7 @@ def _difference(disk: DiskTier, row: Row, on_read: Callable[[int], None]) -> str
     parent = None if row.parent is None else disk.index.name_of(row.parent)
     digest = disk.index.end_digest(row)
     says = {
-        "namespace": (asdict(namespace), contents.namespace),
+        "namespace": (namespace.fields, contents.namespace),
         "layers": (layers, contents.layers),
         "parent": (parent, contents.parent),
         "extent": (row.extent, contents.extent),

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -628,7 +628,7 @@ def _contents(
 ) -> Contents:
     return Contents(
         id=secrets.token_hex(16),
-        namespace=asdict(new.namespace),
+        namespace=new.namespace.fields,
         layers=new.layers,
         parent=parent.name if parent else None,
         extent=extent,

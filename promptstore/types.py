@@ -6,22 +6,65 @@ import dataclasses
 import enum
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from promptstore import identity
+from promptstore.filehash import Progress
 
 Source = Literal["memory", "disk", "miss"]
 Kind = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True)
+class Rank:
+    """Which part of a model that runs on several machines one of them has.
+
+    Args:
+        tensor: Index and size of its tensor-parallel group.
+        pipeline: Index and size of its pipeline.
+        layers: The pipeline's layers that it has, ``[start, end)``; needed only where
+            they are not split evenly.
+    """
+
+    tensor: tuple[int, int] = (0, 1)
+    pipeline: tuple[int, int] = (0, 1)
+    layers: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline"):
+            index, size = getattr(self, name)
+            if not 0 <= index < size:
+                raise ValueError(f"{name} must be (index, size), not {(index, size)}")
+        if self.layers is not None and not 0 <= self.layers[0] < self.layers[1]:
+            raise ValueError(f"layers must be (start, end), not {self.layers}")
+
+    def __str__(self) -> str:
+        """All that makes it a part; empty if it is the whole model."""
+        shares = {"tensor": self.tensor, "pipeline": self.pipeline}
+        texts = [f"{name} {i}/{n}" for name, (i, n) in shares.items() if n > 1]
+        if self.layers is not None and self.pipeline[1] > 1:
+            texts.append("layers {}:{}".format(*self.layers))
+        return ", ".join(texts)
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Return which part a model is that ``mlx_lm.utils.sharded_load`` returned."""
+        from promptstore.parameters import part_of
+
+        return cls(**part_of(model))
+
+
+@dataclass(frozen=True)
 class Namespace:
     """All that must be equal for KV to be reusable.
 
-    The tokenizer and the chat template are not part of it: they change the
-    tokens, and the tokens are the key.
+    Not part of it, since none of them changes the KV of given tokens: the tokenizer and
+    the chat template (they change the tokens, and the tokens are the key), sampling,
+    names and paths. Precision, window, dtype and layout of the KV are compared for each
+    snapshot.
 
     Args:
         model: The model's weights: a content digest, or any name that the caller
@@ -34,6 +77,8 @@ class Namespace:
         exact_until: Tokens up to which the model's KV is a function of its prefix
             alone, as a number; empty if it always is. Longer prompts are stored
             whole and served only whole (see `positions`).
+        rank: Which part of the model, if it runs on several machines: each has other
+            heads or layers. See `Rank`; empty for all of it.
     """
 
     model: str
@@ -43,6 +88,7 @@ class Namespace:
     draft: str = ""
     tenant: str = ""
     exact_until: str = ""
+    rank: str = ""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -61,10 +107,18 @@ class Namespace:
         return not self.exact_until or n_tokens <= int(self.exact_until)
 
     @property
+    def fields(self) -> dict[str, str]:
+        """All fields by name, as they are stored and digested."""
+        fields: dict[str, str] = dataclasses.asdict(self)
+        if not self.rank:  # stores are older than it
+            del fields["rank"]
+        return fields
+
+    @property
     def digest(self) -> bytes:
         """16 bytes; equal namespaces have equal digests, in every process."""
         # Labelled and escaped, so that no two sets of fields run together.
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        text = json.dumps(self.fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     @classmethod
@@ -75,35 +129,97 @@ class Namespace:
         draft_path: str | Path | None = None,
         *,
         tenant: str = "",
+        revision: str | None = None,
+        rank: Rank | None = None,
+        progress: Progress | None = None,
     ) -> Self:
-        """Return the namespace of a model directory, by content.
+        """Return the namespace of a model's files, by their content.
+
+        It is made of all that the model's KV is a function of: the weight files,
+        ``config.json``, the adapter and its settings, the draft model likewise. Not of
+        the tokenizer and the chat template (they change the tokens, and the tokens are
+        the key), sampling, names and paths: the same model is the same everywhere.
 
         Weight files are hashed with SHA-256 once and remembered by device, inode,
-        size and times; the files of a hub snapshot carry their hash in their name.
-        Paths and names are not part of the identity.
+        size and times, unless they changed in the last two seconds; the files of a hub
+        snapshot carry their hash in their name and are not read. A ``model_config``
+        that a program passes to ``mlx_lm.load`` is not in the files: use `of`.
 
         Args:
-            model_path: A model directory as ``mlx_lm.load`` takes it.
+            model_path: What ``mlx_lm.load`` was given: a model directory, or the hub's
+                id of a model that was downloaded before. Nothing is downloaded.
             adapter_path: A directory with ``adapters.safetensors``.
-            draft_path: The draft model's directory.
+            draft_path: The draft model's directory or id.
             tenant: Whose prompts these are.
+            revision: Branch, tag or commit of a model that *model_path* names by its
+                id, as ``mlx_lm.load`` takes it: which files to look at, and no more.
+                Two revisions of equal content are the same model, and a branch that
+                moved on is another. A directory has none, and what is given is ignored.
+            rank: Which part of the model this process runs, if not all: what its KV is
+                depends on the whole, so all files must be here on each machine.
+            progress: Called on this thread with the bytes read so far and all that must
+                be, for model, adapter and draft in turn; not where nothing is read.
 
         Raises:
-            ModelUnreadable: A file is missing or cannot be read; nothing
-                fingerprints to a constant.
+            ModelUnreadable: A file is missing, damaged, downloaded by half, or changed
+                while it was read; the adapter is for another model; or there is no
+                such model here. Nothing fingerprints to a constant.
         """
-        model = identity.of_model(Path(model_path))
-        draft = identity.of_model(Path(draft_path)) if draft_path else None
+        path = identity.directory_of(model_path, revision)
+        model = identity.of_model(path, progress)
+        adapter = ""
+        if adapter_path:
+            adapter = identity.of_adapter(Path(adapter_path), progress)
+            versions = adapter, model.weights, model.config
+            identity.require_base(Path(adapter_path), path, *versions)
+        draft = None
+        if draft_path:
+            draft = identity.of_model(identity.directory_of(draft_path), progress)
         limits = [part.exact_until for part in (model, draft) if part is not None]
-        limit = min((x for x in limits if x is not None), default=None)
         return cls(
             model=model.weights,
             config=model.config,
-            adapter=identity.of_adapter(Path(adapter_path)) if adapter_path else "",
+            adapter=adapter,
             draft=f"{draft.weights}+{draft.config}" if draft else "",
             tenant=tenant,
-            exact_until="" if limit is None else str(limit),
+            exact_until=_least(limits),
+            rank=str(rank or ""),
         )
+
+    @classmethod
+    def of(cls, model: Any, *, tenant: str = "") -> Self:
+        """Return the namespace of a model in memory, by its parameters.
+
+        For models without files: fused, merged, generated, or loaded with a
+        ``model_config``. All parameters are hashed each time (about a second a
+        gigabyte and core), so keep what is returned; it is of the model as it is now.
+
+        It is another than that of the files that the model may come from, but equal in
+        every process. Lazy parameters are evaluated on this thread.
+
+        Args:
+            model: Any model of mlx-lm, or another ``mlx.nn.Module``.
+            tenant: Whose prompts these are.
+
+        Raises:
+            TypeError: *model* is not a module.
+            ValueError: It is a rank's part of a model, which does not tell what the
+                others compute: use `from_model`.
+        """
+        from promptstore.parameters import of_object
+
+        found = of_object(model)
+        return cls(
+            model=found.weights,
+            config=found.config,
+            tenant=tenant,
+            exact_until=_least([found.exact_until]),
+        )
+
+
+def _least(limits: Iterable[int | None]) -> str:
+    limit = min((each for each in limits if each is not None), default=None)
+    return "" if limit is None else str(limit)
 
 
 class ReasonKind(enum.Enum):

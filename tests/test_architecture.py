@@ -26,8 +26,12 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"strict_json"},
     "extent": {"layers", "ranges", "strict_json"},
     "positions": set(),
-    "identity": {"errors", "positions"},
-    "types": {"identity"},
+    "reading": {"errors"},
+    "filehash": {"errors", "reading"},
+    "weights": {"errors", "reading"},
+    "identity": {"errors", "filehash", "positions", "reading", "weights"},
+    "parameters": {"identity", "positions"},
+    "types": {"filehash", "identity", "parameters"},
     "prefix": {"tokens"},
     "radix": {"tokens"},
     "buffers": {"layers"},
@@ -108,7 +112,10 @@ ALLOWED: dict[str, set[str]] = {
 is promptstore itself, the public API. Each line needs only lines above it."""
 
 THIRD_PARTY: dict[str, set[str]] = {
-    "mlx": {"buffers", "codecs", "capture", "probe", "mlx_lm", "doctor", "serve"},
+    "mlx": {
+        "buffers", "codecs", "capture", "parameters", "probe", "mlx_lm", "doctor",
+        "serve",
+    },
     "mlx_lm": {"codecs", "probe", "mlx_lm", "doctor", "serve", "cli"},
     "numpy": {
         "buffers", "chat", "cli", "disk", "index", "mlx_lm", "prefix", "radix",
@@ -119,7 +126,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "sqlite3": {"index", "counters", "cli"},
     "sqlite_utils": {"index", "migrations"},
     "psutil": {"access"},
-    "platformdirs": {"identity", "store", "cli"},
+    "platformdirs": {"filehash", "store", "cli"},
+    "huggingface_hub": {"identity"},
     "click": {"cli"},
     "rich": {"cli"},
     "jinja2": {"chat"},

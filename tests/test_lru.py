@@ -27,6 +27,7 @@ from builders import (
     rotating,
     tokens,
 )
+from fake_weights import safetensors_of
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache
 from mlx_lm.models.cache import LRUPromptCache as Upstream
 
@@ -100,7 +101,7 @@ def make_model(path: Path, content: bytes = b"weights") -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text('{"model_type": "llama"}')
     (path / "model.safetensors").unlink(missing_ok=True)
-    (path / "model.safetensors").write_bytes(content)
+    (path / "model.safetensors").write_bytes(safetensors_of(content))
     return path
 
 

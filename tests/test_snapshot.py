@@ -12,7 +12,7 @@ import os
 import random
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def save(
     layers = codecs.describe(cache)
     contents = Contents(
         id=ID,
-        namespace=asdict(Namespace("weights-a", tenant="Ä\n")),
+        namespace=Namespace("weights-a", tenant="Ä\n").fields,
         layers=layers,
         parent=PARENT if start else None,
         extent=extent_of(layers, start, end) if extent is None else extent,

@@ -37,6 +37,7 @@ MEASURES = {
     "durability": "inserting.durability",
     "restore_512MiB": "restoring.restore_512mib",
     "restore_and_suffix": "restoring.restore_and_suffix",
+    "identity_5GB": "identity.identity_5gb",
     "serving_restart": "serving.serving_restart",
     "serving_steady": "serving.serving_steady",
     "serving_shutdown": "serving.serving_shutdown",

@@ -43,10 +43,7 @@ def doctor(model: str, adapter_path: Path | None, n_tokens: int, as_json: bool) 
     """
     path = models.resolve(model)
     with Bar() as bar, tempfile.TemporaryDirectory() as scratch:
-        from promptstore import Namespace
-
-        bar.phase("identifying the model")
-        namespace = Namespace.from_model(path, adapter_path)
+        namespace = models.identify(path, adapter_path, bar)
         bar.phase("loading the model")
         llm, tokenizer = models.load(path, adapter_path)
         bar.phase("storing and restoring")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from promptstore.cli.errors import Failure, describe
+
+if TYPE_CHECKING:
+    from promptstore import Namespace
+    from promptstore.cli.bar import Bar
 
 _HUB_ID_PARTS = 2
 
@@ -43,6 +47,31 @@ def resolve(name: str) -> Path:
         raise Failure(
             f"{name}: neither a model directory nor to be had from the hub: {reason}"
         ) from error
+
+
+def identify(
+    path: Path, adapter_path: Path | None, bar: Bar, tenant: str = ""
+) -> Namespace:
+    """Return the namespace of a model, with a bar where its files must be read.
+
+    Args:
+        path: Its directory.
+        adapter_path: Its adapter's, if it has one.
+        bar: Shows how far it is.
+        tenant: Whose prompts they are.
+
+    Raises:
+        ModelUnreadable: A file is missing, damaged or downloaded by half.
+    """
+    from promptstore import Namespace
+
+    bar.phase("identifying the model (MiB)")
+    return Namespace.from_model(
+        path,
+        adapter_path,
+        tenant=tenant,
+        progress=lambda done, total: bar.update(done >> 20, total >> 20),
+    )
 
 
 def load(path: Path, adapter_path: Path | None, *, lazy: bool = False) -> Any:

@@ -359,11 +359,8 @@ def _identify(
     model: str, adapter_path: Path | None, tenant: str, bar: Bar
 ) -> tuple[Path, Namespace]:
     """Return the directory of a model and the namespace of its prompts."""
-    from promptstore import Namespace
-
     path = models.resolve(model)
-    bar.phase("identifying the model")
-    return path, Namespace.from_model(path, adapter_path, tenant=tenant)
+    return path, models.identify(path, adapter_path, bar, tenant)
 
 
 def _read(path: Path) -> str:

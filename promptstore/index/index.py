@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ class Index:
     def layout(self, namespace: Namespace, layers: str) -> Layout:
         """Return a layout, made if it is new."""
         digest = namespace.digest
-        fields = json.dumps(asdict(namespace), sort_keys=True)
+        fields = json.dumps(namespace.fields, sort_keys=True)
         with self.transaction():
             self._db.execute(
                 "insert into namespaces (digest, fields) values (?, ?) "

@@ -24,7 +24,8 @@ class Provider(server.ModelProvider):
     Attributes:
         namespace: Of the loaded model.
         is_identified: Whether it is that of the model's files. If they cannot be read,
-            or changed while they were read, this load has a namespace of its own.
+            or changed while they were read, or this is one of several ranks, this load
+            has a namespace of its own.
         batched: What the batched path leaves in a cache of the loaded model.
         n_vocabulary: How many ids the loaded model knows; 0 if it does not tell.
     """
@@ -39,14 +40,14 @@ class Provider(server.ModelProvider):
         # and the next request must load again.
         self._is_of_its_own()
         try:
-            files = _files(key)
+            files = self._files(key)
             upstream: Any = super()
             upstream._load(*key, **more)
             # The hub's files may have come with the loading just now.
-            found = _unchanged(files or _files(self.model_key))
-            if found is None:
+            found = _unchanged(files or self._files(self.model_key))
+            if found is None and not self.is_distributed:
                 _log.warning("%s cannot be identified: its KV stays in memory", key[0])
-            else:
+            if found is not None:
                 self.namespace, self.is_identified = found, True
             with contextlib.suppress(Exception):  # the model's own; requests will tell
                 self.n_vocabulary = n_vocabulary(self.model)
@@ -55,6 +56,10 @@ class Provider(server.ModelProvider):
         except BaseException:
             self.reset()
             raise
+
+    def _files(self, key: Any) -> ModelFiles | None:
+        """Return the files of a model; a rank has a part of it, often of them too."""
+        return None if self.is_distributed else files_of(tuple(key))
 
     @property
     def n_target(self) -> int | None:
@@ -94,10 +99,6 @@ class Provider(server.ModelProvider):
                 "mlx-lm's batched prefill leaves another state of this model than the "
                 "single one: what comes out of a batch is not stored"
             )
-
-
-def _files(key: Any) -> ModelFiles | None:
-    return files_of(tuple(key))
 
 
 def _unchanged(files: ModelFiles | None) -> Namespace | None:

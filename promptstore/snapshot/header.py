@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -246,7 +246,7 @@ def _contents(facts: dict[str, Any]) -> Contents:
         raise ValueError(f"no time: {created_ns}")
     return Contents(
         id=_hex(facts["id"]),
-        namespace=asdict(Namespace(**facts["namespace"])),
+        namespace=Namespace(**facts["namespace"]).fields,
         layers=from_text(facts["layers"]),
         parent=None if parent is None else _hex(parent),
         extent=Extent.from_text(facts["extent"], start, end),
