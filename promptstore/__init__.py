@@ -17,10 +17,13 @@ from promptstore.errors import (
     WriteFailed,
 )
 from promptstore.types import (
+    Difference,
+    Elsewhere,
     Explanation,
     Finding,
     Match,
     Namespace,
+    Neighbour,
     Reason,
     ReasonKind,
     SnapshotInfo,
@@ -35,12 +38,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DailyLimit",
+    "Difference",
+    "Elsewhere",
     "Explanation",
     "Finding",
     "IndexDamaged",
     "Match",
     "ModelUnreadable",
     "Namespace",
+    "Neighbour",
     "NoSpace",
     "NotCovered",
     "PromptStore",
