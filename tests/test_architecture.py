@@ -94,6 +94,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "": {"codecs", "errors", "store", "types"},
     "metrics": {"counters", "errors", "store", "types"},
+    "facts": {"types"},
+    "volatile": set(),
     "probe": {"codecs"},
     "chat": {"tokens"},
     "mlx_lm": {
@@ -101,10 +103,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "localai": {"counters", "mlx_lm", "opaque", "store", "types"},
     "serve": {
-        "counters", "errors", "metrics", "mlx_lm", "probe", "store", "tokens", "types",
+        "counters", "errors", "facts", "metrics", "mlx_lm", "probe", "store", "tokens",
+        "types",
     },
     "doctor": {"codecs", "mlx_lm", "store", "types"},
-    "cli": {"", "chat", "doctor", "errors", "mlx_lm", "serve"},
+    "cli": {
+        "", "chat", "doctor", "errors", "facts", "mlx_lm", "serve", "volatile",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 """For each module or package what else of promptstore it may import. The empty name

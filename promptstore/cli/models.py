@@ -45,6 +45,24 @@ def resolve(name: str) -> Path:
         ) from error
 
 
+def load_tokenizer(path: Path) -> Any:
+    """Return a model's tokenizer; its weights are not read.
+
+    Args:
+        path: Its directory.
+
+    Raises:
+        Failure: mlx-lm cannot load it.
+    """
+    from mlx_lm import utils
+
+    loader: Any = utils.load_tokenizer  # it is not typed
+    try:
+        return loader(str(path))
+    except Exception as error:  # a damaged directory raises whatever it trips over
+        raise Failure(f"{path}: no tokenizer: {describe(error)}") from error
+
+
 def load(path: Path, adapter_path: Path | None, *, lazy: bool = False) -> Any:
     """Return a model and its tokenizer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from promptstore.metrics import Metrics, log_line
 from promptstore.mlx_lm.generation import best_match
 from promptstore.mlx_lm.lru import LRUPromptCache
 from promptstore.serve.batches import FromBatch
+from promptstore.serve.last import N_CLOSEST, LastRequest
 from promptstore.serve.provider import Provider
 from promptstore.store import PromptStore
 from promptstore.tokens import Tokens, as_tokens
-from promptstore.types import Kind, Match, Namespace
+from promptstore.types import Explanation, Kind, Match, Namespace
 
 _log = logging.getLogger("promptstore")
 
@@ -44,6 +46,8 @@ class ServedCache(LRUPromptCache):
         metrics: What is counted.
         max_size: How many prompts are kept in memory.
         max_bytes: How many bytes of them.
+        last: Where to keep the last request and why no more of it was reused, if
+            anywhere.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class ServedCache(LRUPromptCache):
         *,
         max_size: int,
         max_bytes: int,
+        last: LastRequest | None = None,
     ) -> None:
         super().__init__(max_size, max_bytes, store=store)
         self._provider = provider
         self._metrics = metrics
         self.fetched: Fetched | None = None
+        self.last = last
 
     def _match(self, model: Any, tokens: Sequence[int]) -> Match:
         began = time.perf_counter()
@@ -71,14 +77,27 @@ class ServedCache(LRUPromptCache):
             "kv_group_size": args.kv_group_size,
             "quantized_kv_start": args.quantized_kv_start,
         }
-        match, _ = best_match(
+        match, fresh = best_match(
             self.store, namespace, ids, provider.model, provider.draft_model, options
         )
         self.fetched = Fetched(model, ids, match.n_tokens)
         seconds = time.perf_counter() - began
         self._metrics.matched(match, len(ids), seconds)
         _log.info("%s", log_line(match, len(ids), seconds))
+        if self.last is not None:
+            like = fresh if args.kv_bits is None else None
+            self.last.note(ids, self._explained(namespace, ids, like, match))
         return match
+
+    def _explained(
+        self, namespace: Namespace, ids: Tokens, like: Any, match: Match
+    ) -> Explanation:
+        """Return why a match is what it is."""
+        found = self.store.explain(namespace, ids, like=like, n_closest=N_CLOSEST)
+        n_tokens = match.n_tokens
+        if match.source == "memory":  # it may have been handed over
+            found = dataclasses.replace(found, n_memory=n_tokens)
+        return dataclasses.replace(found, n_tokens=n_tokens, reason=match.reason)
 
     def _insert(
         self, model: Any, tokens: Sequence[int], cache: list[Any], kind: Kind

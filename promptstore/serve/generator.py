@@ -54,7 +54,7 @@ class Generator(server.ResponseGenerator):
         self, provider: Provider, cache: ServedCache, metrics: Metrics
     ) -> None:
         self.metrics = metrics
-        self._cache = cache
+        self.cache = cache
         self._batches: Batches | None = None
         self._replies: list[Reply] = []
         prompt_cache: Any = cache
@@ -73,7 +73,7 @@ class Generator(server.ResponseGenerator):
     def _run_generate(self) -> None:
         names = {
             "BatchGenerator": self._make_batches,
-            "stream_generate": Single(self._cache, self.metrics, lambda: self._stop),
+            "stream_generate": Single(self.cache, self.metrics, lambda: self._stop),
         }
         generate: Any = self._generate
         with replaced(**names):
@@ -104,7 +104,7 @@ class Generator(server.ResponseGenerator):
         self._batches = None
 
     def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:
-        self._cache.insert_cache(key, tokens, cache)
+        self.cache.insert_cache(key, tokens, cache)
 
     def _keep_all(self) -> None:
         """Keep what all requests under way have computed, as far as it can be read."""
