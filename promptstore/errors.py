@@ -18,6 +18,7 @@
     ├── DailyLimit             today's bytes are written
     ├── ModelUnreadable        a model directory cannot be identified
     │   └── ModelChanged       its files changed while it was in use
+    ├── ServerMoved            mlx_lm.server is not the one that this version knows
     ├── UnknownSnapshot        no snapshot has that id or label
     └── WriteFailed            what the writer thread met; raised by flush()
 """
@@ -178,6 +179,21 @@ class ModelChanged(ModelUnreadable):
         super().__init__(
             path, "the model's files changed while it was in use; load it anew"
         )
+
+
+class ServerMoved(PromptStoreError):
+    """The installed mlx_lm.server is not the one that this version knows.
+
+    Attributes:
+        missing: What was looked for in it and not found.
+    """
+
+    def __init__(self, version: str, missing: list[str]) -> None:
+        super().__init__(
+            f"mlx_lm.server {version} has moved what the store stands in for "
+            f"({'; '.join(missing)}): upgrade mlx-promptstore, or use mlx-lm 0.32"
+        )
+        self.missing = missing
 
 
 class UnknownSnapshot(PromptStoreError):

@@ -21,8 +21,58 @@ OURS = ("promptstore", "serve")
 _START_S = 120.0
 
 
-class Server:
-    """A server in a process of its own on a free port of loopback.
+class Client:
+    """What asks a server on a port of loopback."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def post(self, path: str, body: Any, timeout_s: float = 120) -> Any:
+        """Return the JSON that answers JSON.
+
+        Raises:
+            urllib.error.HTTPError: The status is an error's.
+        """
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return json.load(response)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Return status and body."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+        """Return the whole response to a chat, greedy and short if not told else."""
+        body = {"messages": messages, "temperature": 0, "max_tokens": 8} | options
+        answer: dict[str, Any] = self.post("/v1/chat/completions", body)
+        return answer
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a metric's value, summed over labels that are not given."""
+        _, text = self.get("/metrics")
+        values = []
+        for line in text.splitlines():
+            found = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+            if found is None or found[1] != name:
+                continue
+            has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+            if labels.items() <= has.items():
+                values.append(float(found[3]))
+        assert values, f"no metric {name} with {labels}"
+        return sum(values)
+
+
+class Server(Client):
+    """A server in a process of its own on a free port.
 
     Args:
         model: The model's directory.
@@ -65,53 +115,9 @@ class Server:
         self.kill()
 
     @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
     def log(self) -> str:
         """What it has logged so far."""
         return "".join(self.lines)
-
-    def post(self, path: str, body: Any, timeout_s: float = 120) -> Any:
-        """Return the JSON that answers JSON.
-
-        Raises:
-            urllib.error.HTTPError: The status is an error's.
-        """
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data)
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.load(response)
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Return status and body."""
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=30) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def chat(self, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
-        """Return the whole response to a chat, greedy and short if not told else."""
-        body = {"messages": messages, "temperature": 0, "max_tokens": 8} | options
-        answer: dict[str, Any] = self.post("/v1/chat/completions", body)
-        return answer
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Return a metric's value, summed over labels that are not given."""
-        _, text = self.get("/metrics")
-        values = []
-        for line in text.splitlines():
-            found = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
-            if found is None or found[1] != name:
-                continue
-            has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
-            if labels.items() <= has.items():
-                values.append(float(found[3]))
-        assert values, f"no metric {name} with {labels}"
-        return sum(values)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
         """Send a signal and return the exit code."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import promptstore
-from promptstore import errors, mlx_lm
+from promptstore import errors, localai, metrics, mlx_lm, probe
 from promptstore import types as public_types
 
 README = Path(__file__).parents[1] / "README.md"
@@ -77,11 +77,13 @@ def members(owner: Any) -> list[tuple[str, Any]]:
 def test_everything_public_has_a_docstring() -> None:
     """Classes, their methods, and the functions of the host say what they do."""
     things: list[tuple[str, Any]] = [(thing.__name__, thing) for thing in PUBLIC]
-    for thing in PUBLIC:
+    hosts = [getattr(mlx_lm, name) for name in mlx_lm.__all__]
+    hosts += [localai.PromptCache, localai.ThreadSafeLRUPromptCache]
+    hosts += [metrics.Metrics, metrics.log_line, probe.BatchedPath, probe.batched_path]
+    things += [(thing.__name__, thing) for thing in hosts]
+    for thing in [*PUBLIC, *hosts]:
         if inspect.isclass(thing):
             things += members(thing)
-    for name in ("stream_generate", "generate", "precompute", "prefill"):
-        things.append((name, getattr(mlx_lm, name)))
     for name, thing in things:
         text = inspect.getdoc(thing)
         assert text, name

@@ -344,8 +344,8 @@ def test_who_is_gone_before_its_turn_costs_nothing(engine: Any) -> None:
 # ---------------------------------------------------------------- mlx_lm.server
 
 
-@pytest.mark.real_model
-def test_the_session_of_the_server_page(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.server
+def test_the_session_of_the_server_page(tmp_path: Path) -> None:
     """The commands as they stand there: the second answer reuses the first's prompt."""
     if not all(shutil.which(name) for name in ("bash", "curl")):
         pytest.skip("no bash, or no curl")
@@ -354,7 +354,7 @@ def test_the_session_of_the_server_page(model_path: Path, tmp_path: Path) -> Non
         port = free.getsockname()[1]
     env = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "MODEL": str(model_path),
+        "MODEL": str(save_model(tmp_path / "model")),
         "PORT": str(port),
         "STORE": str(tmp_path / "store"),
     }

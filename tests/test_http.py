@@ -27,6 +27,8 @@ FRANCE = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 
+pytestmark = pytest.mark.server
+
 Serve = Callable[..., Server]
 
 
@@ -229,6 +231,7 @@ def test_bad_requests_get_errors_and_kill_nothing(
         ),
         ("/v1/completions", {"prompt": "", "max_tokens": 2}, 404),
         ("/v1/completions", {"prompt": 7, "max_tokens": 2}, 404),
+        ("/v1/completions", {"prompt": "x", "stop": [5]}, 404),
         ("/v1/completions", {"prompt": "x", "model": "no/such/model"}, 404),
         ("/v1/nothing", {"prompt": "x"}, 404),
     ]

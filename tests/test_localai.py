@@ -651,6 +651,7 @@ def test_a_slow_place_delays_no_other(
 # ------------------------------------------------------------------------- the page
 
 
+@pytest.mark.real_model
 def test_the_example_runs(
     real_model: tuple[Any, Any],
     model_path: Path,

@@ -75,7 +75,7 @@ class Driver:
 
     def in_memory(self) -> set[Ids]:
         """Return the prompts that the memory tier has."""
-        return {tuple(e.tokens.tolist()) for e in self.store._memory._order}
+        return {tuple(e.tokens.tolist()) for e in self.store._memory._entries()}
 
     def prompt(self) -> Ids:
         """Return a prompt that collides with others, now and then a stored one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def save_model(path: Path, config: dict[str, Any] = CONFIG, seed: int = 0) -> Path:
+def save_model(
+    path: Path,
+    config: dict[str, Any] = CONFIG,
+    seed: int = 0,
+    *,
+    template: str = TEMPLATE,
+    pieces: Sequence[str] = (),
+) -> Path:
     """Write a model, the same for the same seed, to a directory; return that.
 
     Args:
         path: The directory; made if it is not there.
-        config: As ``config.json``, for `N_VOCABULARY` tokens.
+        config: As ``config.json``, for `N_VOCABULARY` tokens and *pieces*.
         seed: Of the weights.
+        template: The chat template.
+        pieces: Strings that are one token each.
     """
     path.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
@@ -50,11 +60,12 @@ def save_model(path: Path, config: dict[str, Any] = CONFIG, seed: int = 0) -> Pa
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("<e>")])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.save(str(path / "tokenizer.json"))
     facts = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<e>",
-        "chat_template": TEMPLATE,
+        "chat_template": template,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(facts))
     return path

@@ -23,6 +23,9 @@ from promptstore.store import PromptStore
 from promptstore.tokens import Tokens, as_tokens
 from promptstore.types import Kind, Match, Namespace
 
+CHECKPOINT_EVERY = 8192
+"""Tokens between checkpoints of models with state."""
+
 Progress = Callable[[int, int], None]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -36,7 +39,7 @@ def stream_generate(
     namespace: Namespace,
     on_match: Callable[[Match], None] | None = None,
     checkpoints: Sequence[int] | None = None,
-    checkpoint_every: int = 8192,
+    checkpoint_every: int = CHECKPOINT_EVERY,
     draft_model: Any = None,
     **kwargs: Any,
 ) -> Generator[Any, None, None]:
@@ -139,7 +142,7 @@ def precompute(
     ttl_s: float | None = None,
     on_match: Callable[[Match], None] | None = None,
     progress: Progress | None = None,
-    checkpoint_every: int = 8192,
+    checkpoint_every: int = CHECKPOINT_EVERY,
     draft_model: Any = None,
     prefill_step_size: int = 2048,
 ) -> Match:
@@ -401,8 +404,8 @@ def _no_progress(done: int, total: int) -> None:
     return
 
 
-def is_full(cache: Sequence[Any]) -> bool:
-    """Whether a cache can be cut at every position."""
+def is_full(cache: list[Any]) -> bool:
+    """Whether all layers are of full attention, which can be cut anywhere."""
     kinds = [codec.kind if codec else None for codec in map(codec_of, leaves_of(cache))]
     return all(kind == "full" for kind in kinds)
 
@@ -416,8 +419,8 @@ def stops_of(
     fresh: list[Any],
     tokenizer: Any,
     tokens: Tokens,
-    checkpoints: Sequence[int] | None,
-    every: int,
+    checkpoints: Sequence[int] | None = None,
+    every: int = CHECKPOINT_EVERY,
 ) -> dict[int, Kind]:
     """Return where to store on the way, and what the prompt ends with there.
 

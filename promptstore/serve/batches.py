@@ -46,15 +46,18 @@ class Batches(BatchGenerator):
         self._keep = keep
         self._metrics = metrics
         self._shared: set[int] = set()
-        self._is_between_steps = True
+        self._n_whole: dict[int, int] | None = None
 
     def next(self) -> Any:
-        """Go on with all requests; see ``BatchGenerator.next``."""
+        """Go on with all requests; see ``BatchGenerator.next``.
+
+        If that raises, some layers may be a step ahead of others, or padded.
+        """
         upstream: Any = super()
-        self._is_between_steps = False
+        self._n_whole = self._n_tokens()
         with self.stats() as stats:
             prompts, answers = upstream.next()
-        self._is_between_steps = True
+        self._n_whole = None
         if stats.prompt_tokens:
             self._metrics.prefilled(stats.prompt_tokens, stats.prompt_time)
         self._note_company(prompts, answers)
@@ -90,17 +93,33 @@ class Batches(BatchGenerator):
     def keep(self, uids: Iterable[int] | None = None) -> None:
         """Hand what requests have computed so far to be kept.
 
-        If a step has failed, some layers may have what others have not: then only
-        caches that can be cut to what all have.
-
         Args:
-            uids: Which; all that are under way if not given.
+            uids: Which; all that are under way if not given. If a step has raised,
+                only what they had before it, of caches that can be cut back to that.
         """
         if uids is None:
             uids = [*self._prompt_batch.uids, *self._generation_batch.uids]
-        for cache, tokens in self.extract_cache(uids).values():
-            if tokens and (self._is_between_steps or is_full(cache)):
+        n_whole = self._n_whole
+        if n_whole is not None:
+            uids = [uid for uid in uids if n_whole.get(uid)]
+        for uid, (cache, tokens) in self.extract_cache(uids).items():
+            if n_whole is not None:
+                if not is_full(cache):  # what is a step ahead cannot be cut back
+                    continue
+                tokens = tokens[: n_whole[uid]]
+            if tokens:
                 self._keep(list(tokens), cache)
+
+    def _n_tokens(self) -> dict[int, int]:
+        """Return how many tokens each request has in its cache."""
+        uids, tokens = [], []
+        for batch in (self._prompt_batch, self._generation_batch):
+            uids += batch.uids
+            tokens += batch.tokens
+        for uid, _, _, _, given, *_ in self._unprocessed_sequences:
+            uids.append(uid)
+            tokens.append(given)
+        return dict(zip(uids, map(len, tokens), strict=True))
 
     def _note_company(self, prompts: list[Any], answers: list[Any]) -> None:
         for uids in (

@@ -22,7 +22,6 @@ from promptstore.serve.upstream import replaced
 from promptstore.tokens import as_tokens
 from promptstore.types import Kind
 
-_CHECKPOINT_EVERY = 8192
 _FEW_TOKENS = 32
 
 _log = logging.getLogger("promptstore")
@@ -57,6 +56,7 @@ class Generator(server.ResponseGenerator):
         self.cache = cache
         self._batches: Batches | None = None
         self._replies: list[Reply] = []
+        self._prompt: list[int] = []
         prompt_cache: Any = cache
         super().__init__(provider, prompt_cache)
 
@@ -71,10 +71,10 @@ class Generator(server.ResponseGenerator):
         return not self._generation_thread.is_alive()
 
     def _run_generate(self) -> None:
-        names = {
-            "BatchGenerator": self._make_batches,
-            "stream_generate": Single(self.cache, self.metrics, lambda: self._stop),
-        }
+        single = Single(
+            self.cache, self.metrics, lambda: self._stop, lambda: self._prompt
+        )
+        names = {"BatchGenerator": self._make_batches, "stream_generate": single}
         generate: Any = self._generate
         with replaced(**names):
             while not self._stop:
@@ -135,6 +135,10 @@ class Generator(server.ResponseGenerator):
         prompt, segments, kinds, state, vision = tokenize(tokenizer, request, args)
         if not prompt:
             raise ValueError("the prompt is empty")
+        # What cannot be served must fail here, where it fails alone.
+        make_state_machine: Any = self._make_state_machine
+        make_state_machine(self.model_provider.model_key, tokenizer, args.stop_words)
+        self._prompt = prompt
         if vision is None:
             segments, kinds = self._cut(tokenizer, prompt, segments, kinds)
         return prompt, segments, kinds, state, vision
@@ -148,7 +152,7 @@ class Generator(server.ResponseGenerator):
     ) -> tuple[list[list[int]], list[Kind]]:
         """Cut the prompt also where models whose cache cannot be cut must be stored."""
         fresh = make_prompt_cache(self.model_provider.model)
-        stops = stops_of(fresh, tokenizer, as_tokens(prompt), None, _CHECKPOINT_EVERY)
+        stops = stops_of(fresh, tokenizer, as_tokens(prompt))
         if not stops:
             return segments, kinds
         at = 0

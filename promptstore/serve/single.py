@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx_lm
@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from promptstore.metrics import Metrics
 from promptstore.mlx_lm.generation import Run, stops_of
 from promptstore.serve.cache import ServedCache
+from promptstore.tokens import as_tokens
 
 
 class Stopped(RuntimeError):
@@ -28,14 +29,21 @@ class Single:
         cache: The server's prompt cache; it knows the whole prompt of the request.
         metrics: What is counted.
         is_stopping: Whether to give up.
+        prompt: Returns the whole prompt as the model reads it: images are a token of
+            its own there, and negative ids in the cache's keys.
     """
 
     def __init__(
-        self, cache: ServedCache, metrics: Metrics, is_stopping: Callable[[], bool]
+        self,
+        cache: ServedCache,
+        metrics: Metrics,
+        is_stopping: Callable[[], bool],
+        prompt: Callable[[], Sequence[int]],
     ) -> None:
         self._cache = cache
         self._metrics = metrics
         self._is_stopping = is_stopping
+        self._prompt = prompt
 
     def __call__(
         self,
@@ -64,19 +72,21 @@ class Single:
             tokens: list[int], cache: list[Any], *, kind: Any, n_target: int | None
         ) -> None:
             del n_target  # the cache knows it
-            self._cache.insert_cache(fetched.key, tokens, cache, cache_type=kind)
+            key = [*fetched.tokens.tolist(), *tokens[len(fetched.tokens) :]]
+            self._cache.insert_cache(
+                fetched.key, key[: len(tokens)], cache, cache_type=kind
+            )
 
+        whole = as_tokens(self._prompt())
         run = Run(
             insert,
-            fetched.tokens,
+            whole,
             prompt_cache,
             fetched.n_tokens,
             [model, draft_model],
             options,
         )
-        stops = stops_of(
-            make_prompt_cache(model), tokenizer, fetched.tokens, None, 8192
-        )
+        stops = stops_of(make_prompt_cache(model), tokenizer, whole)
         responses = run.generate(tokenizer, stops, insert_end=False)
         for response in responses:
             yield response

@@ -15,7 +15,7 @@ from typing import Any
 import mlx_lm
 from mlx_lm import server
 
-from promptstore.errors import PromptStoreError
+from promptstore.errors import ServerMoved
 
 _LOOKED_UP: dict[str, tuple[str, ...]] = {
     "main": ("ModelProvider", "run"),
@@ -46,22 +46,6 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 """By function of the server, the parameters that it must have."""
 
 
-class ServerMoved(PromptStoreError):
-    """mlx_lm.server is not the one that this version knows.
-
-    Attributes:
-        missing: What was looked for and not found.
-    """
-
-    def __init__(self, missing: list[str]) -> None:
-        super().__init__(
-            f"mlx_lm.server {mlx_lm.__version__} has moved what the store stands in "
-            f"for ({'; '.join(missing)}): upgrade mlx-promptstore, or go back to "
-            "mlx-lm 0.32"
-        )
-        self.missing = missing
-
-
 def require() -> None:
     """Check that everything that is replaced is still used where it was.
 
@@ -78,7 +62,7 @@ def require() -> None:
         parameters = inspect.signature(function).parameters if function else {}
         missing += [f"{path} takes no {x}" for x in names if x not in parameters]
     if missing:
-        raise ServerMoved(missing)
+        raise ServerMoved(mlx_lm.__version__, missing)
 
 
 @contextlib.contextmanager
