@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from builders import kv_of
 from click.testing import CliRunner, Result
+from local_servers import local
 from mlx_lm import utils
-from servers import Server
 from tiny import save_model
 
 from promptstore import Explanation, Namespace, PromptStore, Reason, ReasonKind, chat
 from promptstore.cli import last as last_request
 from promptstore.cli import main
+from promptstore.serve import Settings
 from promptstore.serve.last import LastRequest, is_loopback
 
 SYSTEM = "You are the clerk of a small library. Today is 2026-11-30. You are polite."
@@ -333,10 +334,10 @@ def test_why_last_says_what_is_missing(model: Path) -> None:
     assert "does not tell (404)" in told
 
 
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
 def test_a_server_explains_its_last_request(model: Path, root: Path) -> None:
     """Over HTTP, as it was when it was asked; and nothing of it is on disk."""
-    options = ("--store", str(root), "--explain-last")
-    with Server(model, *options) as server:
+    with local(model, root=root, last_key=last_request.make_key()) as server:
         arguments = ("--last", "--port", server.port)
         early = run("--model", model, *arguments, code=1).stderr
         server.chat(turns(SYSTEM), max_tokens=1)
@@ -345,9 +346,22 @@ def test_a_server_explains_its_last_request(model: Path, root: Path) -> None:
         server.chat(turns(LATER), max_tokens=1)
         facts = ask(root, model, *arguments)
         assert server.get("/promptstore/last")[0] == 403
-        server.stop()
     assert "no request yet" in early
     assert facts["reason"]["kind"] == "diverged-at"
     assert facts["n_reused"] == len("ssystem\n") + SYSTEM.index("1-30")
     assert facts["closest"][0]["parting"]["volatile"]["kind"] == "date"
     assert not [*root.rglob("*last*")]
+
+
+@pytest.mark.parametrize("options", [(), ("--explain-last",)])
+def test_serve_is_told_to(
+    root: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off by default; else the server gets the user's key."""
+    told: list[Settings] = []
+    monkeypatch.setattr(
+        "promptstore.serve.serve", lambda _, settings: told.append(settings)
+    )
+    CliRunner().invoke(main, ["serve", "--store", str(root), *options])
+    (settings,) = told
+    assert settings.last_key == (last_request.make_key() if options else "")
