@@ -416,6 +416,21 @@ class PromptStore:
             if info is not None and (namespace is None or info.namespace == namespace):
                 yield info
 
+    def tokens(self, id_or_label: str) -> list[int]:
+        """Return all the ids that a snapshot and what it continues hold.
+
+        Raises:
+            UnknownSnapshot: None has that id or label.
+        """
+        self._require_open()
+        disk = self._disk
+        rows = disk.ask(lambda: disk.index.named(id_or_label)) if disk else []
+        if disk is None or not rows:
+            raise UnknownSnapshot(id_or_label)
+        row = max(rows, key=lambda row: row.end)
+        ids: list[int] = disk.ask(lambda: disk.index.tokens_of(row)).tolist()
+        return ids
+
     def _info(self, row: Row) -> SnapshotInfo | None:
         """Return what is known of a snapshot, unless it was deleted meanwhile."""
         assert self._disk is not None

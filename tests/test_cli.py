@@ -34,8 +34,8 @@ from promptstore.cli import bar, errors, main, output, snapshots
 from promptstore.cli.bar import Bar
 from promptstore.disk import DiskTier
 
-COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "rm", "serve",
-            "stats", "verify", "why")  # fmt: skip
+COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "probe", "rm",
+            "serve", "stats", "verify", "why")  # fmt: skip
 DOCUMENT = "We the People of the United States, in Order to form a more perfect Union."
 QUESTION = "Who?"
 N_SHARED = len("s") + len("system\n") + len(DOCUMENT) + len("es") + len("user\n")
