@@ -140,9 +140,37 @@ def compare(
     phase("restoring")
     began = time.perf_counter()
     match = store.match(namespace, ids, like=make_prompt_cache(model))
+    return _compared(model, ids, match, time.perf_counter() - began, phase)
+
+
+def check(
+    model: Any, tokens: Sequence[int], match: Match, seconds: float
+) -> Comparison:
+    """Compare what a match gave with a cold run; its cache is left as it is.
+
+    Args:
+        model: The model.
+        tokens: The request.
+        match: What the store gave.
+        seconds: How long that took.
+    """
+    ids = [int(token) for token in tokens]
+    copied = dataclasses.replace(match, cache=copy.deepcopy(match.cache))
+    return _compared(model, ids, copied, seconds)
+
+
+def _compared(
+    model: Any,
+    ids: list[int],
+    match: Match,
+    seconds: float,
+    phase: Callable[[str], None] = lambda name: None,
+) -> Comparison:
+    """Go on from a match, which uses it up, and compute the same cold."""
+    began = time.perf_counter()
     cache = match.cache or make_prompt_cache(model)
     got = _run(model, ids[match.n_tokens :], cache)
-    restored_s = time.perf_counter() - began
+    restored_s = seconds + time.perf_counter() - began
     phase("prefill")
     began = time.perf_counter()
     cold = _run(model, ids, make_prompt_cache(model))

@@ -77,6 +77,7 @@ class Metrics:
         self._inserts = histogram(
             "insert_seconds", "Seconds that inserts kept the model's thread."
         )
+        self._checks = counter("checks", "Hits compared with a cold run.", "result")
         self._registry.register(_Scrape(store, self._saved, self._errors))
         self._show_zeros()
 
@@ -115,6 +116,10 @@ class Metrics:
         self._prefill_s.inc(seconds)
         self._saved.prefilled(n_tokens, seconds)
 
+    def checked(self, *, is_right: bool) -> None:
+        """Count a hit that was compared with a cold run."""
+        self._checks.labels("right" if is_right else "wrong").inc()
+
     def failed(self, cause: str) -> None:
         """Count trouble that the host itself met.
 
@@ -141,6 +146,8 @@ class Metrics:
         for tier in TIERS:
             self._hits.labels(tier)
             self._restores.labels(tier)
+        for result in ("right", "wrong"):
+            self._checks.labels(result)
         for kind in ReasonKind:
             self._misses.labels(kind.value)
             self._shortened.labels(kind.value)

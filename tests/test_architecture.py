@@ -102,11 +102,11 @@ ALLOWED: dict[str, set[str]] = {
         "chat", "codecs", "counters", "errors", "opaque", "store", "tokens", "types",
     },
     "localai": {"counters", "mlx_lm", "opaque", "store", "types"},
-    "serve": {
-        "counters", "errors", "facts", "metrics", "mlx_lm", "probe", "store", "tokens",
-        "types",
-    },
     "doctor": {"codecs", "mlx_lm", "store", "types"},
+    "serve": {
+        "counters", "doctor", "errors", "facts", "metrics", "mlx_lm", "probe", "store",
+        "tokens", "types",
+    },
     "cli": {
         "", "chat", "doctor", "errors", "facts", "mlx_lm", "serve", "volatile",
     },

@@ -12,6 +12,8 @@ import mlx_lm
 import pytest
 from builders import kv
 from click.testing import CliRunner, Result
+from local_servers import local
+from servers import cached, text_of
 from test_architectures import config_of
 from tiny import CONFIG, N_VOCABULARY, save_model
 
@@ -129,3 +131,41 @@ def test_the_tokens_of_a_snapshot(root: Path, model: Path) -> None:
         assert store.tokens("of 60") == ids[:60]
         with pytest.raises(UnknownSnapshot):
             store.tokens("none")
+
+
+# ----------------------------------------------------------------------- in a server
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_server_checks_a_sample(root: Path, model: Path) -> None:
+    """All, of a share of one; a hit that is right is served."""
+    save(root, model)
+    with local(model, root=root, check_rate=1.0) as server:
+        assert cached(server.chat(TURNS)) > 0
+        assert server.metric("promptstore_checks_total", result="right") == 1
+        assert server.metric("promptstore_checks_total", result="wrong") == 0
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_server_drops_what_is_wrong(root: Path, model: Path) -> None:
+    """The request is answered as if nothing had been stored, and the next ones too."""
+    save(root, model, wrong=True)
+    with local(model, root=root.parent / "fresh") as server:
+        wanted = text_of(server.chat(TURNS))
+    with local(model, root=root, check_rate=1.0) as server:
+        answer = server.chat(TURNS)
+        assert (cached(answer), text_of(answer)) == (0, wanted)
+        assert server.metric("promptstore_checks_total", result="wrong") == 1
+        assert server.metric("promptstore_misses_total", reason="damaged") == 1
+        again = server.chat(TURNS)
+        assert cached(again) > 0
+        assert text_of(again) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_server_checks_nothing_by_itself(root: Path, model: Path) -> None:
+    """It would cost every such request its cold run."""
+    save(root, model)
+    with local(model, root=root) as server:
+        assert cached(server.chat(TURNS)) > 0
+        assert server.metric("promptstore_checks_total") == 0

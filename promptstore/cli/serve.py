@@ -88,12 +88,20 @@ class _Command(click.Command):
     is_flag=True,
     help="Tell you of the last request, by `promptstore why --last`.",
 )
+@click.option(
+    "--check-rate",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Compare this share of the hits with a cold run, which takes its time.",
+)
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 def serve(
     root: Path,
     store_optional: bool,
     shutdown_s: float,
     explain_last: bool,
+    check_rate: float,
     server_options: tuple[str, ...],
     **store: Any,
 ) -> None:
@@ -109,7 +117,7 @@ def serve(
     from promptstore.serve import serve as run
 
     key = last.make_key() if explain_last else ""
-    settings = Settings(root, store_optional, shutdown_s, key, store)
+    settings = Settings(root, store_optional, shutdown_s, key, check_rate, store)
     sys.exit(run(server_options, settings))
 
 

@@ -39,6 +39,7 @@ class Settings:
         optional: Whether to serve without a disk if the store cannot be opened.
         shutdown_s: How long ending may take.
         last_key: The key to the last request, explained; without one none is kept.
+        check_rate: Which share of the hits to compare with a cold run.
         store: Further arguments of `PromptStore.open`.
     """
 
@@ -46,6 +47,7 @@ class Settings:
     optional: bool = False
     shutdown_s: float = 15.0
     last_key: str = ""
+    check_rate: float = 0.0
     store: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,6 +101,8 @@ def _run(
         max_size=args.prompt_cache_size,
         max_bytes=max_bytes,
         last=LastRequest(settings.last_key) if settings.last_key else None,
+        # Ranks that draw differently would wait for each other for ever.
+        check_rate=settings.check_rate if mx.distributed.init().size() == 1 else 0.0,
     )
     generator = Generator(provider, cache, metrics)
     ended, code = False, 1
