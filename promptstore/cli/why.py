@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def _parting(tokenizer: Any, tokens: list[int], each: dict[str, Any]) -> dict[st
         "shared": asked[:n],
         "asked": asked[n:],
         "stored": stored[n:],
-        "volatile": None if found is None else vars(found),
+        "volatile": None if found is None else asdict(found),
     }
 
 
