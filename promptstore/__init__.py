@@ -19,10 +19,13 @@ from promptstore.errors import (
     WriteFailed,
 )
 from promptstore.types import (
+    Difference,
+    Elsewhere,
     Explanation,
     Finding,
     Match,
     Namespace,
+    Neighbour,
     Rank,
     Reason,
     ReasonKind,
@@ -38,6 +41,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DailyLimit",
+    "Difference",
+    "Elsewhere",
     "Explanation",
     "Finding",
     "IndexDamaged",
@@ -45,6 +50,7 @@ __all__ = [
     "ModelChanged",
     "ModelUnreadable",
     "Namespace",
+    "Neighbour",
     "NoSpace",
     "NotCovered",
     "PromptStore",

@@ -34,13 +34,18 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def prompt_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def prompt_tokens(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the tokens of a whole prompt, up to where the answer begins.
 
     Args:
         tokenizer: Of Hugging Face, or mlx-lm's wrapper of one. Without a chat
             template the texts are joined by empty lines.
         messages: The turns so far; the last is the user's.
+        options: What else the chat template is told, for example ``tools``.
 
     Raises:
         ValueError: The chat template refuses the messages.
@@ -52,7 +57,7 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     from jinja2 import TemplateError
 
     try:
-        return _apply_template(tokenizer, messages)
+        return _apply_template(tokenizer, messages, **(options or {}))
     except TemplateError as error:
         if messages[0]["role"] == "system" and _renders(tokenizer, messages[1:]):
             problem = "takes no system message"
@@ -102,11 +107,15 @@ def _has_template(tokenizer: Any) -> bool:
 
 
 def _apply_template(
-    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    **options: Any,
 ) -> list[int]:
     turns = [dict(message) for message in messages]
     tokens = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=add_generation_prompt
+        turns, add_generation_prompt=add_generation_prompt, **options
     )
     # Only mlx-lm's wrapper returns plain ids by default.
     return list(tokens["input_ids"] if isinstance(tokens, Mapping) else tokens)

@@ -195,7 +195,7 @@ class DiskTier:
         tokens: Tokens,
         fits: Callable[[Layers], bool],
         without: frozenset[int] = frozenset(),
-    ) -> tuple[LookUp | None, int]:
+    ) -> tuple[LookUp | None, list[Layers]]:
         """Return what can be resumed deepest over all layouts that fit.
 
         Args:
@@ -205,7 +205,7 @@ class DiskTier:
             without: Checkpoints not to use.
 
         Returns:
-            What was found, and how many layouts did not fit.
+            What was found, and the layers of the layouts that did not fit.
         """
         return self.ask(lambda: self._look_up(namespace, tokens, fits, without))
 
@@ -215,20 +215,21 @@ class DiskTier:
         tokens: Tokens,
         fits: Callable[[Layers], bool],
         without: frozenset[int],
-    ) -> tuple[LookUp | None, int]:
-        best, n_misfits = None, 0
+    ) -> tuple[LookUp | None, list[Layers]]:
+        best: LookUp | None = None
+        misfits: list[Layers] = []
         index = self.index  # another thread may put a new one in its place
         for layout in index.layouts(namespace):
             layers = self.layers_of(layout.layers)
             if not resume.is_known(layers) or not fits(layers):
-                n_misfits += 1
+                misfits.append(layers)
                 continue
             found = index.find(layout, tokens)
             how = _plan(index, layers, found, without)
             look_up = LookUp(namespace, layout, layers, found, how)
             if best is None or look_up.rank > best.rank:
                 best = look_up
-        return best, n_misfits
+        return best, misfits
 
     def layers_of(self, text: str) -> Layers:
         """Return the layers that a row of the index tells.

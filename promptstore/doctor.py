@@ -5,6 +5,8 @@ whether restored caches give the logits that cold ones give.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from promptstore.codecs import LayerKind, codec_of, leaves_of
 from promptstore.mlx_lm import prefill
 from promptstore.store import PromptStore
-from promptstore.types import Namespace
+from promptstore.types import Match, Namespace
 
 _WHERE: dict[LayerKind, str] = {
     "full": "every position",
@@ -26,6 +28,7 @@ _WHERE: dict[LayerKind, str] = {
 }
 _FLOOR_BY_DTYPE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 _NOISE_FACTOR = 4.0
+_STEP = 2048
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,106 @@ class Diagnosis:
     def is_right(self) -> bool:
         """Whether nothing wrong was served."""
         return all(trial.is_right for trial in self.trials)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One request, served by a store and computed cold.
+
+    Args:
+        n_tokens: Its tokens.
+        match: What the store gave; without its cache, which was used up.
+        restored_s: Seconds until the next token's logits: look-up, restore, prefill.
+        cold_s: The same without the store.
+        max_diff: The largest difference of those logits.
+        tolerance: As for `Trial`.
+    """
+
+    n_tokens: int
+    match: Match
+    restored_s: float
+    cold_s: float
+    max_diff: float
+    tolerance: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the difference is within the tolerance."""
+        return self.max_diff <= self.tolerance
+
+    @property
+    def saved_s(self) -> float:
+        """What the store saved; negative if it cost more than it saved."""
+        return self.cold_s - self.restored_s
+
+
+def compare(
+    model: Any,
+    store: PromptStore,
+    namespace: Namespace,
+    tokens: Sequence[int],
+    phase: Callable[[str], None] = lambda name: None,
+) -> Comparison:
+    """Serve a request by a store, compute it cold, and compare the logits.
+
+    Args:
+        model: The model.
+        store: What is stored; nothing is added.
+        namespace: Of the model.
+        tokens: The request, at least one token.
+        phase: Called with what comes next.
+    """
+    ids = [int(token) for token in tokens]
+    _feed(model, ids[:1], make_prompt_cache(model))  # what is compiled is compiled
+    phase("restoring")
+    began = time.perf_counter()
+    match = store.match(namespace, ids, like=make_prompt_cache(model))
+    return _compared(model, ids, match, time.perf_counter() - began, phase)
+
+
+def check(
+    model: Any, tokens: Sequence[int], match: Match, seconds: float
+) -> Comparison:
+    """Compare what a match gave with a cold run; its cache is left as it is.
+
+    Args:
+        model: The model.
+        tokens: The request.
+        match: What the store gave.
+        seconds: How long that took.
+    """
+    ids = [int(token) for token in tokens]
+    copied = dataclasses.replace(match, cache=copy.deepcopy(match.cache))
+    return _compared(model, ids, copied, seconds)
+
+
+def _compared(
+    model: Any,
+    ids: list[int],
+    match: Match,
+    seconds: float,
+    phase: Callable[[str], None] = lambda name: None,
+) -> Comparison:
+    """Go on from a match, which uses it up, and compute the same cold."""
+    began = time.perf_counter()
+    cache = match.cache or make_prompt_cache(model)
+    got = _run(model, ids[match.n_tokens :], cache)
+    restored_s = seconds + time.perf_counter() - began
+    phase("prefill")
+    began = time.perf_counter()
+    cold = _run(model, ids, make_prompt_cache(model))
+    cold_s = time.perf_counter() - began
+    max_diff = _max_diff(cold, got) if match.n_tokens else 0.0
+    tolerance = _FLOOR_BY_DTYPE.get(cold.dtype, 1e-4)
+    if max_diff > tolerance:
+        phase("prefill in other chunks")
+        noise = max(
+            _max_diff(cold, _split(model, ids, at))
+            for at in {match.n_tokens, len(ids) // 2} - {0}
+        )
+        tolerance = max(tolerance, _NOISE_FACTOR * noise)
+    match = dataclasses.replace(match, cache=None)
+    return Comparison(len(ids), match, restored_s, cold_s, max_diff, tolerance)
 
 
 Feed = Callable[[Sequence[int], list[Any]], mx.array]
@@ -202,8 +305,14 @@ def _trial(
 def _split(model: Any, ids: list[int], at: int) -> mx.array:
     """Return the logits of a cold run in two chunks."""
     cache: list[Any] = make_prompt_cache(model)
-    _feed(model, ids[:at], cache)
-    return _feed(model, ids[at:], cache)
+    _run(model, ids[:at], cache)
+    return _run(model, ids[at:], cache)
+
+
+def _run(model: Any, ids: list[int], cache: list[Any]) -> mx.array:
+    """Return the next token's logits; what is long is fed in steps."""
+    steps = range(0, len(ids), _STEP)
+    return [_feed(model, ids[at : at + _STEP], cache) for at in steps][-1]
 
 
 def _feed(model: Any, ids: Sequence[int], cache: list[Any]) -> mx.array:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from promptstore import codecs, restore, resume
+from promptstore import codecs, nearby, reasons, restore
 from promptstore.counters import Counters, reason_of
 from promptstore.disk import DiskTier, LookUp
 from promptstore.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
@@ -42,17 +43,21 @@ class Matcher:
         max_tokens: int | None = None,
     ) -> Match:
         """Return the longest usable prefix of *ids*, at least one token being left."""
-        usable = ids[:-1][:max_tokens]
+        usable = wanted = ids[:-1][:max_tokens]
         while True:
             usable = self._before_images(namespace, ids, usable, like)
             if not len(usable):
-                return Match(None, 0, "miss", Reason(ReasonKind.TOO_SHORT, 0))
+                return Match(None, 0, "miss", _no_room(wanted))
             match = self._match(namespace, usable, len(ids), like)
             # The disk may have given less than it promised.
             start = run_start(ids, match.n_tokens)
             if start == match.n_tokens:
-                return match
+                break
             usable = usable[:start]
+        if match.reason is None and len(usable) < len(wanted):
+            reason = reasons.inside_image(match.n_tokens)
+            return dataclasses.replace(match, reason=reason)
+        return match
 
     def _match(
         self,
@@ -82,18 +87,22 @@ class Matcher:
         self, namespace: Namespace, ids: Tokens, like: Sequence[Any] | None
     ) -> tuple[int, LookUp | None, Reason | None]:
         """Return what memory has of *ids*, what the disk has, and why not more."""
-        usable = self._before_images(namespace, ids, ids[:-1], like)
+        wanted = ids[:-1]
+        usable = self._before_images(namespace, ids, wanted, like)
         if not len(usable):
-            return 0, None, Reason(ReasonKind.TOO_SHORT, 0)
+            return 0, None, _no_room(wanted)
         n_memory, entry = self._best_entry(namespace, usable, like, touch=False)
         if entry is not None:
             self._memory.release(entry)
         try:
-            return n_memory, *self._look_up(
+            look_up, reason = self._look_up(
                 namespace, usable, n_memory, len(usable), like
             )
         except Exception as error:  # a place that may: the reason
             return n_memory, None, reason_of(error)
+        if reason is None and len(usable) < len(wanted):
+            reason = reasons.inside_image(len(usable))
+        return n_memory, look_up, reason
 
     def _best_entry(
         self,
@@ -209,20 +218,58 @@ class Matcher:
         """Look in the index; say why not all of *n_usable*, given what memory has."""
         if self._disk is None:
             kind = ReasonKind.NO_ENTRY if n_memory else ReasonKind.DISABLED
-            return None, Reason(kind, n_memory) if n_memory < n_usable else None
-        best, n_misfits = self._disk.look_up(
+            reason = Reason(kind, n_memory, n_shared=n_memory)
+            return None, self._refined(namespace, usable, n_usable, reason)
+        best, misfits = self._disk.look_up(
             namespace,
             usable,
             lambda layers: like is None or codecs.fits(layers, like),
             without,
         )
-        if n_memory == n_usable:
-            return best, None
+        told: Reason | None
         if best is not None:
-            return best, _why(best, n_usable, n_memory)
-        if n_misfits and not n_memory:
-            return None, Reason(ReasonKind.IDENTITY, 0, "layers")
-        return None, Reason(ReasonKind.NO_ENTRY, n_memory)
+            told = reasons.of_look_up(best, n_usable, n_memory)
+        elif misfits and not n_memory:
+            told = reasons.of_layers(misfits, like)
+        else:
+            told = Reason(ReasonKind.NO_ENTRY, n_memory, n_shared=n_memory)
+        told = told and self._refined(namespace, usable, n_usable, told)
+        if told is None or best is not None or misfits:
+            return best, told
+        return None, self._of_strangers(namespace, usable, like, told)
+
+    def _refined(
+        self, namespace: Namespace, usable: Tokens, n_usable: int, reason: Reason
+    ) -> Reason | None:
+        """Return a reason with what only memory knows; ``None`` if none is needed."""
+        if reason.position == n_usable:
+            return None
+        if reason.kind not in (ReasonKind.NO_ENTRY, ReasonKind.DISABLED):
+            return reason
+        stop = self._memory.stop(namespace, usable)
+        return reasons.of_memory(
+            reason, stop.n_shared, diverges=stop.diverges, layers=stop.layers
+        )
+
+    def _of_strangers(
+        self,
+        namespace: Namespace,
+        usable: Tokens,
+        like: Sequence[Any] | None,
+        reason: Reason,
+    ) -> Reason:
+        """Return why a namespace has nothing on disk: so it is when a model changed, or
+        if its caches are of a class that never goes there."""
+        assert self._disk is not None
+        if reason.kind is not ReasonKind.NO_ENTRY:
+            return reason
+        unknown = reasons.of_class(like)
+        if unknown is not None:
+            return reasons.at(unknown, reason.position)
+        if reason.position:
+            return reason
+        places = nearby.in_other_namespaces(self._disk, namespace, usable)
+        return reasons.of_place(places[0]) if places else reason
 
     def _blame(self, look_up: LookUp, error: SnapshotError) -> tuple[Reason, Row]:
         """Count a bad snapshot; drop it if it is proven to be bad."""
@@ -262,6 +309,13 @@ class Matcher:
             self._counters.trouble(error)
 
 
+def _no_room(wanted: Tokens) -> Reason:
+    """Return why no token may be matched, of those that are wanted."""
+    if len(wanted):
+        return reasons.inside_image(0)
+    return Reason(ReasonKind.TOO_SHORT, 0)
+
+
 def _id_at(tokens: Tokens, position: int) -> int | None:
     return int(tokens[position]) if 0 <= position < len(tokens) else None
 
@@ -272,19 +326,3 @@ def _entry_fits(entry: Entry, like: Sequence[Any] | None) -> bool:
     if entry.capture.layers is not None:
         return codecs.fits(entry.capture.layers, like)
     return [type(x) for x in entry.capture.cache] == [type(x) for x in like]
-
-
-def _why(look_up: LookUp, n_usable: int, n_memory: int) -> Reason | None:
-    """Say why no more than this can be matched, given what memory has."""
-    found, n_disk = look_up.found, look_up.plan.n_tokens
-    n_tokens = max(n_disk, n_memory)
-    if n_tokens == n_usable:
-        return None
-    if found.n_tokens > n_tokens:
-        kind = resume.stopping_kind(look_up.layers)
-        return Reason(ReasonKind.NOT_RESUMABLE, n_tokens, kind)
-    if found.n_tokens == n_tokens and found.expired:
-        return Reason(ReasonKind.EXPIRED, n_tokens)
-    if found.n_tokens == n_tokens and found.diverges:
-        return Reason(ReasonKind.DIVERGED, n_tokens)
-    return Reason(ReasonKind.NO_ENTRY, n_tokens)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from promptstore.capture import Capture
+from promptstore.layers import Layers
 from promptstore.radix import RadixTree
 from promptstore.tokens import Tokens
 from promptstore.types import Kind, Namespace
@@ -80,6 +81,21 @@ class Entry:
     def must_be_saved(self) -> bool:
         """Whether the disk tier has yet to be asked to take it."""
         return not (self.durable or self.pending or self.declined)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where what entries share with a request ends.
+
+    Args:
+        n_shared: After how many tokens.
+        diverges: Whether an entry goes on there, but differently.
+        layers: Of an entry that shares them; ``None`` if their class is unknown.
+    """
+
+    n_shared: int
+    diverges: bool
+    layers: Layers | None
 
 
 class MemoryTier:
@@ -204,6 +220,22 @@ class MemoryTier:
                 if touch and not entry.evicted:
                     self._orders[entry.kind].move_to_end(entry)
             return best, entry
+
+    def stop(self, namespace: Namespace, tokens: Tokens) -> Stop:
+        """Return how much of *tokens* any entry shares, resumable there or not."""
+        with self._lock:
+            best = Stop(0, False, None)
+            for tree in self._trees.get(namespace.digest, {}).values():
+                n_shared, entries = tree.longest(tokens)
+                if n_shared > best.n_shared:
+                    found = list(itertools.islice(entries, _MAX_TRIED))
+                    goes_on = any(len(entry.tokens) > n_shared for entry in found)
+                    best = Stop(
+                        n_shared,
+                        goes_on and n_shared < len(tokens),
+                        found[0].capture.layers if found else None,
+                    )
+            return best
 
     def release(self, entry: Entry) -> None:
         """End the lease that `best` began."""

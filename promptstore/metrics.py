@@ -34,6 +34,9 @@ BUCKETS_S = (
 RATE_TOKENS = 256
 """Shorter prefills cost about what one token costs, and tell no rate."""
 
+_ID_CHARS = 8
+_VALUE_CHARS = 16
+
 _SAVED = (
     "Estimate of the prefill seconds spared: tokens reused, at the rate of the "
     f"prefills measured so far (those of {RATE_TOKENS} tokens or more), less the "
@@ -74,6 +77,7 @@ class Metrics:
         self._inserts = histogram(
             "insert_seconds", "Seconds that inserts kept the model's thread."
         )
+        self._checks = counter("checks", "Hits compared with a cold run.", "result")
         self._registry.register(_Scrape(store, self._saved, self._errors))
         self._show_zeros()
 
@@ -112,6 +116,10 @@ class Metrics:
         self._prefill_s.inc(seconds)
         self._saved.prefilled(n_tokens, seconds)
 
+    def checked(self, *, is_right: bool) -> None:
+        """Count a hit that was compared with a cold run."""
+        self._checks.labels("right" if is_right else "wrong").inc()
+
     def failed(self, cause: str) -> None:
         """Count trouble that the host itself met.
 
@@ -138,6 +146,8 @@ class Metrics:
         for tier in TIERS:
             self._hits.labels(tier)
             self._restores.labels(tier)
+        for result in ("right", "wrong"):
+            self._checks.labels(result)
         for kind in ReasonKind:
             self._misses.labels(kind.value)
             self._shortened.labels(kind.value)
@@ -146,16 +156,30 @@ class Metrics:
 def log_line(match: Match, n_asked: int, seconds: float) -> str:
     """Return what became of one request, as ``key=value``, without its content.
 
+    Five words; then those facts of the reason that there are: ``nearest`` and
+    ``shared``, and for each field that differs ``ours`` and ``theirs``, cut short.
+
     Args:
         match: What was found.
         n_asked: Tokens of the request.
         seconds: How long the look-up took, with the restore.
     """
-    reason = "".join(str(match.reason).split()) if match.reason else "none"
-    return (
+    reason = _word(match.reason) if match.reason else "none"
+    words = [
         f"tokens={n_asked} reused={match.n_tokens} source={match.source} "
         f"reason={reason} ms={seconds * 1e3:.2f}"
-    )
+    ]
+    if match.reason is not None and match.reason.nearest:
+        nearest = match.reason.nearest[:_ID_CHARS]
+        words.append(f"nearest={nearest} shared={match.reason.n_shared}")
+    for each in match.reason.differs if match.reason is not None else ():
+        ours, theirs = _word(each.ours), _word(each.theirs)
+        words.append(f"ours={ours[:_VALUE_CHARS]} theirs={theirs[:_VALUE_CHARS]}")
+    return " ".join(words)
+
+
+def _word(value: object) -> str:
+    return "".join(str(value).split())
 
 
 class _Saved:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 
 import platformdirs
 
+from promptstore import nearby
 from promptstore.admission import Admission
 from promptstore.budget import Limits
 from promptstore.check import check, repair
@@ -26,13 +27,15 @@ from promptstore.matching import Matcher
 from promptstore.memory import MemoryTier
 from promptstore.saving import Saver, Write
 from promptstore.scrub import Pace, scrub
-from promptstore.tokens import as_tokens
+from promptstore.tokens import Tokens, as_tokens
 from promptstore.types import (
+    Elsewhere,
     Explanation,
     Finding,
     Kind,
     Match,
     Namespace,
+    Neighbour,
     SnapshotInfo,
     StoreStats,
 )
@@ -44,6 +47,7 @@ Durability = Literal["normal", "full"]
 _AT_EXIT_S = 60.0
 _VERIFY_BYTES_PER_S = 50e6
 _VERIFY_AGE_S = 7 * 86_400.0
+_MAX_ELSEWHERE = 100
 _MAX_TTL_S = 3.2e9  # a century
 
 
@@ -324,9 +328,28 @@ class PromptStore:
                 self._disk.read_ahead(look_up)
 
     def explain(
-        self, namespace: Namespace, tokens: Any, *, like: Sequence[Any] | None = None
+        self,
+        namespace: Namespace,
+        tokens: Any,
+        *,
+        like: Sequence[Any] | None = None,
+        n_closest: int = 0,
     ) -> Explanation:
-        """Say what a match would give, and why no more; changes nothing."""
+        """Say what a match would give, and why no more; changes nothing.
+
+        Nothing is told of other tenants, not even that there are any.
+
+        Args:
+            namespace: Whose KV.
+            tokens: The whole request.
+            like: As for `match`.
+            n_closest: Compare with so many stored prompts, and look into the other
+                namespaces and layers of the tenant: takes longer the more is stored.
+
+        Raises:
+            TypeError, ValueError: *tokens* is no one-dimensional run of integers.
+            StoreClosed: The store was closed.
+        """
         self._require_open()
         ids = as_tokens(tokens)
         n_memory, look_up, reason = self._matcher.explain(namespace, ids, like)
@@ -335,7 +358,48 @@ class PromptStore:
             with contextlib.suppress(Exception):  # the disk is in trouble since
                 nearest = self._info(look_up.found.chain[-1])
         n_disk = look_up.plan.n_tokens if look_up is not None else 0
-        return Explanation(n_memory, n_disk, max(n_memory, n_disk), reason, nearest)
+        best = max(n_memory, n_disk)
+        found = Explanation(n_memory, n_disk, best, reason, nearest)
+        if not n_closest or self._disk is None:
+            return found
+        try:
+            return dataclasses.replace(
+                found,
+                closest=self._closest(self._disk, namespace, ids, n_closest),
+                elsewhere=self._elsewhere(self._disk, namespace, ids, like),
+            )
+        except Exception as error:  # a place that may: counted
+            self._counters.trouble(error)
+            return found
+
+    def _closest(
+        self, disk: DiskTier, namespace: Namespace, ids: Tokens, n: int
+    ) -> tuple[Neighbour, ...]:
+        found = nearby.closest(disk, namespace, ids, n)
+        infos = [(self._info(near.row), near, follows) for near, follows in found]
+        return tuple(
+            Neighbour(info, near.n_shared, follows)
+            for info, near, follows in infos
+            if info is not None
+        )
+
+    def _elsewhere(
+        self,
+        disk: DiskTier,
+        namespace: Namespace,
+        ids: Tokens,
+        like: Sequence[Any] | None,
+    ) -> tuple[Elsewhere, ...]:
+        places = nearby.in_other_namespaces(disk, namespace, ids, _MAX_ELSEWHERE)
+        if like is not None:
+            places += nearby.in_other_layers(disk, namespace, ids, like)
+        places.sort(key=lambda place: place.n_shared, reverse=True)
+        infos = [(self._info(place.row), place) for place in places]
+        return tuple(
+            Elsewhere(info, place.n_shared, place.differs)
+            for info, place in infos
+            if info is not None
+        )
 
     def snapshots(self, namespace: Namespace | None = None) -> Iterator[SnapshotInfo]:
         """Yield what is on disk, the most recently used first.
@@ -351,6 +415,21 @@ class PromptStore:
             info = self._info(row)
             if info is not None and (namespace is None or info.namespace == namespace):
                 yield info
+
+    def tokens(self, id_or_label: str) -> list[int]:
+        """Return all the ids that a snapshot and what it continues hold.
+
+        Raises:
+            UnknownSnapshot: None has that id or label.
+        """
+        self._require_open()
+        disk = self._disk
+        rows = disk.ask(lambda: disk.index.named(id_or_label)) if disk else []
+        if disk is None or not rows:
+            raise UnknownSnapshot(id_or_label)
+        row = max(rows, key=lambda row: row.end)
+        ids: list[int] = disk.ask(lambda: disk.index.tokens_of(row)).tolist()
+        return ids
 
     def _info(self, row: Row) -> SnapshotInfo | None:
         """Return what is known of a snapshot, unless it was deleted meanwhile."""

@@ -238,18 +238,44 @@ class ReasonKind(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Difference:
+    """What sets stored KV apart from what a request could use.
+
+    Args:
+        field: A field of `Namespace`, or a setting: ``"layer 3 bits"``.
+        ours: Its value in the request.
+        theirs: Its value in what is stored.
+    """
+
+    field: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True)
 class Reason:
     """Why no more was matched, and where.
 
+    Equal are reasons of the same kind, position and detail: who happens to be nearest
+    is no part of the cause.
+
     Args:
         kind: The reason.
-        position: The first token that could not be reused.
-        detail: The field, the layer kind, the file or the cause that is to blame.
+        position: The first token that could not be reused. If a layer kind cannot be
+            resumed where the tokens part, the nearest position that can.
+        detail: The fields, the layer kind, the file or the cause that is to blame.
+        n_shared: Tokens that the nearest stored prompt shares: where it diverges.
+        nearest: The snapshot that holds the last of them; empty if it is in memory
+            only, or if there is none.
+        differs: What keeps KV from being used that is there, with both values.
     """
 
     kind: ReasonKind
     position: int = 0
     detail: str = ""
+    n_shared: int = field(default=0, compare=False)
+    nearest: str = field(default="", compare=False)
+    differs: tuple[Difference, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         facts = f"{self.detail}, {self.position}" if self.detail else self.position
@@ -283,6 +309,8 @@ class Explanation:
         n_tokens: The better of both, at least one token being left to prefill.
         reason: Why no more; ``None`` if only the last token is left.
         nearest: The deepest snapshot on disk that shares tokens, if any.
+        closest: The stored prompts that share most, the best first, if asked for.
+        elsewhere: Where else the same tokens are, if asked for, the best first.
     """
 
     n_memory: int
@@ -290,6 +318,41 @@ class Explanation:
     n_tokens: int
     reason: Reason | None
     nearest: SnapshotInfo | None
+    closest: tuple[Neighbour, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A stored prompt that begins as a request does.
+
+    Args:
+        snapshot: The last one of its chain, which holds ``snapshot.end`` tokens.
+        n_shared: Leading tokens that both have.
+        follows: The ids with which it goes on there, up to 64; none if it ends.
+    """
+
+    snapshot: SnapshotInfo
+    n_shared: int
+    follows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The tokens of a request, stored where it cannot use them.
+
+    It is always of the same tenant: nobody is told what another tenant has, nor that
+    there is one.
+
+    Args:
+        snapshot: The deepest one that shares tokens.
+        n_shared: Leading tokens that it shares.
+        differs: What keeps it from being used; never empty.
+    """
+
+    snapshot: SnapshotInfo
+    n_shared: int
+    differs: tuple[Difference, ...]
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,14 @@ class Local(Client):
 
 
 @contextlib.contextmanager
-def local(model: Path, *options: str, root: Path) -> Iterator[Local]:
+def local(model: Path, *options: str, root: Path, **settings: Any) -> Iterator[Local]:
     """Run `serve` on a store while the block runs.
 
     Args:
         model: The model's directory.
         options: More options of mlx_lm.server.
         root: The store's directory.
+        settings: Further ones of `Settings`.
     """
     found, ready = Local(), threading.Event()
 
@@ -59,7 +60,7 @@ def local(model: Path, *options: str, root: Path) -> Iterator[Local]:
     def run() -> None:
         argv = ["--model", str(model), "--port", "0", *options]
         try:
-            found.code = serve(argv, Settings(root))
+            found.code = serve(argv, Settings(root, **settings))
         finally:
             ready.set()
 

@@ -72,18 +72,20 @@ ALLOWED: dict[str, set[str]] = {
     },
     "admission": {"delta", "index", "prefix"},
     "writer": {"errors"},
-    "memory": {"capture", "radix", "tokens", "types"},
+    "memory": {"capture", "layers", "radix", "tokens", "types"},
     "disk": {
         "access", "admission", "budget", "delta", "errors", "extent", "failpoints",
         "index", "layers", "plan", "prefix", "rebuild", "restore", "resume", "root",
         "snapshot", "tokens", "types", "volume",
     },
+    "nearby": {"codecs", "disk", "index", "resume", "tokens", "types"},
+    "reasons": {"codecs", "disk", "layers", "nearby", "resume", "types"},
     "check": {"disk", "errors", "failpoints", "index", "rebuild", "snapshot", "types"},
     "scrub": {"check", "disk", "errors", "types"},
     "counters": {"errors", "types"},
     "matching": {
-        "codecs", "counters", "disk", "errors", "index", "memory", "restore", "resume",
-        "tokens", "types", "writer",
+        "codecs", "counters", "disk", "errors", "index", "memory", "nearby", "reasons",
+        "restore", "tokens", "types", "writer",
     },
     "saving": {
         "capture", "counters", "delta", "disk", "errors", "layers", "memory", "tokens",
@@ -91,21 +93,27 @@ ALLOWED: dict[str, set[str]] = {
     },
     "store": {
         "admission", "budget", "check", "counters", "disk", "errors", "index",
-        "layers", "matching", "memory", "saving", "scrub", "tokens", "types", "writer",
+        "layers", "matching", "memory", "nearby", "saving", "scrub",
+        "tokens", "types", "writer",
     },
     "": {"codecs", "errors", "store", "types"},
     "metrics": {"counters", "errors", "store", "types"},
+    "facts": {"types"},
+    "volatile": set(),
     "probe": {"codecs"},
     "chat": {"tokens"},
     "mlx_lm": {
         "chat", "codecs", "counters", "errors", "opaque", "store", "tokens", "types",
     },
     "localai": {"counters", "mlx_lm", "opaque", "store", "types"},
-    "serve": {
-        "counters", "errors", "metrics", "mlx_lm", "probe", "store", "tokens", "types",
-    },
     "doctor": {"codecs", "mlx_lm", "store", "types"},
-    "cli": {"", "chat", "doctor", "errors", "mlx_lm", "serve"},
+    "serve": {
+        "counters", "doctor", "errors", "facts", "metrics", "mlx_lm", "probe", "store",
+        "tokens", "types",
+    },
+    "cli": {
+        "", "chat", "doctor", "errors", "facts", "mlx_lm", "serve", "volatile",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 """For each module or package what else of promptstore it may import. The empty name

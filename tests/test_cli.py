@@ -30,12 +30,12 @@ from tiny import CONFIG, TEMPLATE, save_model
 import promptstore
 import promptstore.mlx_lm.generation
 from promptstore import Namespace, PromptStore, SnapshotInfo
-from promptstore.cli import bar, errors, main, snapshots
+from promptstore.cli import bar, errors, main, output, snapshots
 from promptstore.cli.bar import Bar
 from promptstore.disk import DiskTier
 
-COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "rm", "serve",
-            "stats", "verify")  # fmt: skip
+COMMANDS = ("ask", "check", "doctor", "ls", "precompute", "probe", "rm",
+            "serve", "stats", "verify", "why")  # fmt: skip
 DOCUMENT = "We the People of the United States, in Order to form a more perfect Union."
 QUESTION = "Who?"
 N_SHARED = len("s") + len("system\n") + len(DOCUMENT) + len("es") + len("user\n")
@@ -875,7 +875,7 @@ def test_ls_json(cli_root: Path) -> None:
 
 def test_ages() -> None:
     """Ages are told in the largest unit that is not zero."""
-    ages = [snapshots._age(s) for s in (-1, 59, 60, 7200, 90_000, 9e6)]
+    ages = [output.age(s) for s in (-1, 59, 60, 7200, 90_000, 9e6)]
     assert ages[:2] == ["just now", "just now"]
     assert ages[2:] == ["1 min ago", "2 h ago", "1 d ago", "104 d ago"]
 

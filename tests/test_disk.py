@@ -80,8 +80,8 @@ def new(ids: Sequence[int], first: int = 0, **fields: Any) -> NewSnapshot:
 
 def look_up(disk: DiskTier, ids: Sequence[int]) -> LookUp | None:
     """Return what the index has of a prompt, in the best of its layouts."""
-    found, n_misfits = disk.look_up(NS, as_tokens(list(ids)), lambda _: True)
-    assert n_misfits == 0
+    found, misfits = disk.look_up(NS, as_tokens(list(ids)), lambda _: True)
+    assert misfits == []
     return found
 
 

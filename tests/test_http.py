@@ -306,6 +306,11 @@ def test_health_is_false_without_a_model(serve: Serve, tmp_path: Path) -> None:
     assert json.loads(server.get("/health")[1]) == {"status": "unavailable"}
 
 
+def test_the_last_request_is_told_to_nobody_unasked(smollm: Server) -> None:
+    """A server that was not started with --explain-last has no such page."""
+    assert smollm.get("/promptstore/last")[0] == 404
+
+
 def test_metrics_and_log_tell_of_each_request(
     models: Callable[..., Path], serve: Serve
 ) -> None:

@@ -33,6 +33,7 @@ MEASURES = {
     "disk_bytes_conversation": "conversation.disk_bytes_conversation",
     "memory_index_bytes_per_token": "lookup.memory_index_bytes_per_token",
     "match_131072": "lookup.match_131072",
+    "match_reason": "reasons.match_reason",
     "insert_one_token": "inserting.insert_one_token",
     "durability": "inserting.durability",
     "restore_512MiB": "restoring.restore_512mib",

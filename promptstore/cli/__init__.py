@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from promptstore import __version__
-from promptstore.cli import doctor, health, prompts, serve, snapshots
+from promptstore.cli import doctor, health, probe, prompts, serve, snapshots, why
 from promptstore.cli.errors import one_line
 
 __all__ = ["main"]
@@ -57,6 +57,6 @@ def main(debug: bool) -> None:
         logger.setLevel(logging.DEBUG)
 
 
-_GROUPS = (prompts, snapshots, serve, health, doctor)
+_GROUPS = (prompts, snapshots, why, serve, health, doctor, probe)
 for _command in (command for group in _GROUPS for command in group.COMMANDS):
     main.add_command(_command)

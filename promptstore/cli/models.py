@@ -74,6 +74,24 @@ def identify(
     )
 
 
+def load_tokenizer(path: Path) -> Any:
+    """Return a model's tokenizer; its weights are not read.
+
+    Args:
+        path: Its directory.
+
+    Raises:
+        Failure: mlx-lm cannot load it.
+    """
+    from mlx_lm import utils
+
+    loader: Any = utils.load_tokenizer  # it is not typed
+    try:
+        return loader(str(path))
+    except Exception as error:  # a damaged directory raises whatever it trips over
+        raise Failure(f"{path}: no tokenizer: {describe(error)}") from error
+
+
 def load(path: Path, adapter_path: Path | None, *, lazy: bool = False) -> Any:
     """Return a model and its tokenizer.
 

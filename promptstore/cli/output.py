@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 _PIPE_WIDTH = 160
+_AGES = ((86_400, "d"), (3600, "h"), (60, "min"))
 
 
 def print_table(table: Table) -> None:
@@ -22,6 +23,14 @@ def print_table(table: Table) -> None:
 def print_json(value: object) -> None:
     """Print JSON for programs that people can read as well."""
     click.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def age(seconds: float) -> str:
+    """Return how long ago something was."""
+    for unit_s, unit in _AGES:
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit} ago"
+    return "just now"
 
 
 def count(number: int, noun: str) -> str:

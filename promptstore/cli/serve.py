@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from promptstore.cli import options
+from promptstore.cli import last, options
 
 
 class _Command(click.Command):
@@ -83,11 +83,25 @@ class _Command(click.Command):
     show_default=True,
     help="Seconds that a signal leaves for writing; a second one ends at once.",
 )
+@click.option(
+    "--explain-last",
+    is_flag=True,
+    help="Tell you of the last request, by `promptstore why --last`.",
+)
+@click.option(
+    "--check-rate",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Compare this share of the hits with a cold run, which takes its time.",
+)
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 def serve(
     root: Path,
     store_optional: bool,
     shutdown_s: float,
+    explain_last: bool,
+    check_rate: float,
     server_options: tuple[str, ...],
     **store: Any,
 ) -> None:
@@ -102,7 +116,8 @@ def serve(
     from promptstore.serve import Settings
     from promptstore.serve import serve as run
 
-    settings = Settings(root, store_optional, shutdown_s, store)
+    key = last.make_key() if explain_last else ""
+    settings = Settings(root, store_optional, shutdown_s, key, check_rate, store)
     sys.exit(run(server_options, settings))
 
 

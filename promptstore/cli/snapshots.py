@@ -17,14 +17,13 @@ from rich.table import Table
 
 from promptstore.cli import options
 from promptstore.cli.errors import Failure
-from promptstore.cli.output import count, print_json, print_table
+from promptstore.cli.output import age, count, print_json, print_table
 
 if TYPE_CHECKING:
     from promptstore import PromptStore, SnapshotInfo
 
 _ID_CHARS = 8
 _MIN_ID_CHARS = 6
-_AGES = ((86_400, "d"), (3600, "h"), (60, "min"))
 
 
 # ----------------------------------------------------------------------------- ls
@@ -77,7 +76,7 @@ def _table(infos: Iterable[SnapshotInfo]) -> Table:
             decimal(info.nbytes),
             info.kind,
             "pin" if info.pinned else "",
-            _age(now_s - info.used_s),
+            age(now_s - info.used_s),
             f"{info.hits:,}",
         )
     return table
@@ -89,13 +88,6 @@ def _model(info: SnapshotInfo) -> str:
     adapter = f"+{namespace.adapter[:4]}" if namespace.adapter else ""
     tenant = f"@{namespace.tenant}" if namespace.tenant else ""
     return namespace.model[:_ID_CHARS] + adapter + tenant
-
-
-def _age(seconds: float) -> str:
-    for unit_s, unit in _AGES:
-        if seconds >= unit_s:
-            return f"{seconds // unit_s:.0f} {unit} ago"
-    return "just now"
 
 
 # -------------------------------------------------------------------------- stats

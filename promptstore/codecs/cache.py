@@ -191,6 +191,46 @@ def fits(layers: Layers, like: Sequence[Any]) -> bool:
     )
 
 
+def misfit(layers: Layers, like: Sequence[Any]) -> tuple[str, str, str] | None:
+    """Return the first setting in which stored layers differ from a cache.
+
+    Args:
+        layers: The description of a stored cache.
+        like: A cache as the model makes it; it may be empty.
+
+    Returns:
+        Its name, its value in *like* and that in *layers*; ``None`` if they fit.
+    """
+    return _misfit_of_all(in_list(layers), like, "layer ")
+
+
+def _misfit_of_all(
+    layers: Layers, like: Sequence[Any], where: str
+) -> tuple[str, str, str] | None:
+    if len(layers) != len(like):
+        return f"{where.rstrip(' .')}s", str(len(like)), str(len(layers))
+    pairs = enumerate(zip(layers, like, strict=True))
+    found = (_misfit(layer, live, f"{where}{n}") for n, (layer, live) in pairs)
+    return next((each for each in found if each is not None), None)
+
+
+def _misfit(layer: Layer, live: Any, where: str) -> tuple[str, str, str] | None:
+    if type(live) is composite_class():
+        if layer.tag != COMPOSITE:
+            return f"{where} class", COMPOSITE, layer.tag
+        return _misfit_of_all(layer.inner, live.caches, f"{where}.")
+    codec = codec_of(live)
+    if codec is None or codec.tag != layer.tag:
+        ours = type(live).__name__ if codec is None else codec.tag
+        return f"{where} class", ours, layer.tag
+    settings = codec.settings(live)
+    for name in sorted({*settings, *layer.settings}):
+        value, stored = settings.get(name), layer.settings.get(name)
+        if value != stored:
+            return f"{where} {name}", str(value), str(stored)
+    return None
+
+
 def _fits(layer: Layer, live: Any) -> bool:
     if type(live) is composite_class():
         return layer.tag == COMPOSITE and fits(layer.inner, live.caches)

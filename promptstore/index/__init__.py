@@ -10,6 +10,7 @@ from sqlite3 import Error as DatabaseError
 from promptstore.index.care import Remains, read_remains
 from promptstore.index.database import locked, prepare, require_whole
 from promptstore.index.index import Duplicate, Gone, Index
+from promptstore.index.neighbours import Near
 from promptstore.index.rows import Layout, NewRow, Row
 from promptstore.index.search import Found
 
@@ -20,6 +21,7 @@ __all__ = [
     "Gone",
     "Index",
     "Layout",
+    "Near",
     "NewRow",
     "Remains",
     "Row",

@@ -20,6 +20,7 @@ from promptstore.eviction import Candidate
 from promptstore.failpoints import reach
 from promptstore.index.care import Care
 from promptstore.index.database import ERRORS, connect, is_damage, refuse_newer
+from promptstore.index.neighbours import Near, neighbours
 from promptstore.index.rows import (
     BadRow,
     Layout,
@@ -102,6 +103,26 @@ class Index:
         with self._transaction("begin"):  # one view of the tree for all its steps
             search = Search(self._db, layout, tokens, until_ns)
             return search.run_whole() if layout.is_whole else search.run()
+
+    def namespaces(self, tenant: str) -> list[Namespace]:
+        """Return the namespaces of a tenant, the newest first."""
+        with self._asking():
+            query = "select digest, fields from namespaces order by id desc"
+            found = self._db.execute(query)
+            return [
+                namespace
+                for namespace in (_namespace(*values) for values in found)
+                if namespace.tenant == tenant
+            ]
+
+    def neighbours(self, layout: Layout, tokens: Tokens, n: int) -> list[Near]:
+        """Return the *n* stored prompts that share most of *tokens*, the best first.
+
+        Reads of every row of a layout where it stands, and the ids of those that share
+        any: nothing for a match.
+        """
+        with self._transaction("begin"):
+            return neighbours(self._db, layout, tokens, n)
 
     def row_at(self, layout: Layout, tokens: Tokens) -> Row | None:
         """Return the snapshot that ends with exactly *tokens*, a checkpoint first."""

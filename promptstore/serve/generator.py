@@ -54,7 +54,7 @@ class Generator(server.ResponseGenerator):
         self, provider: Provider, cache: ServedCache, metrics: Metrics
     ) -> None:
         self.metrics = metrics
-        self._cache = cache
+        self.cache = cache
         self._batches: Batches | None = None
         self._replies: list[Reply] = []
         self._prompt: list[int] = []
@@ -77,7 +77,7 @@ class Generator(server.ResponseGenerator):
 
     def _run_generate(self) -> None:
         single = Single(
-            self._cache, self.metrics, lambda: self._stop, lambda: self._prompt
+            self.cache, self.metrics, lambda: self._stop, lambda: self._prompt
         )
         names = {"BatchGenerator": self._make_batches, "stream_generate": single}
         generate: Any = self._generate
@@ -114,7 +114,7 @@ class Generator(server.ResponseGenerator):
             self._batches = None
 
     def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:
-        self._cache.insert_cache(key, tokens, cache)
+        self.cache.insert_cache(key, tokens, cache)
 
     def _keep_all(self) -> None:
         """Keep what all requests under way have computed, as far as it can be read."""

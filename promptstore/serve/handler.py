@@ -9,12 +9,14 @@ from typing import Any
 from mlx_lm import server
 
 from promptstore.serve.generator import Generator
+from promptstore.serve.last import PATH
 
 _log = logging.getLogger("promptstore")
 
 
 class Handler(server.APIHandler):
-    """Answers what the server answers, and ``GET /metrics``; errors as well.
+    """Answers what the server answers, errors that it would hang up on, ``GET
+    /metrics``, and if it was told to ``GET /promptstore/last`` (see `last`).
 
     ``GET /health`` is the server's own: 503 once the generation thread is dead.
     """
@@ -55,13 +57,20 @@ class Handler(server.APIHandler):
 
     def do_GET(self) -> None:
         """Respond to a GET request."""
-        if self.path.partition("?")[0] != "/metrics":
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._send(200, *self.response_generator.metrics.render())
+        elif path == PATH and (last := self.response_generator.cache.last) is not None:
+            authorization = self.headers.get("Authorization")
+            self._send(*last.answer(self.client_address[0], authorization))
+        else:
             upstream: Any = super()
             upstream.do_GET()
-            return
-        body, content_type = self.response_generator.metrics.render()
-        self.send_response(200)
+
+    def _send(self, status: int, body: bytes, content_type: str) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(body)

@@ -20,6 +20,7 @@ from promptstore.serve import upstream
 from promptstore.serve.cache import ServedCache
 from promptstore.serve.generator import Generator
 from promptstore.serve.handler import Handler
+from promptstore.serve.last import LastRequest
 from promptstore.serve.provider import Provider
 from promptstore.serve.shutdown import Shutdown
 from promptstore.store import PromptStore
@@ -37,12 +38,16 @@ class Settings:
         root: The store's directory; ``None`` for the default one.
         optional: Whether to serve without a disk if the store cannot be opened.
         shutdown_s: How long ending may take.
+        last_key: The key to the last request, explained; without one none is kept.
+        check_rate: Which share of the hits to compare with a cold run.
         store: Further arguments of `PromptStore.open`.
     """
 
     root: Path | None = None
     optional: bool = False
     shutdown_s: float = 15.0
+    last_key: str = ""
+    check_rate: float = 0.0
     store: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,7 +96,14 @@ def _run(
     store = _open(settings, max_bytes)
     metrics = Metrics(store)
     cache = ServedCache(
-        provider, store, metrics, max_size=args.prompt_cache_size, max_bytes=max_bytes
+        provider,
+        store,
+        metrics,
+        max_size=args.prompt_cache_size,
+        max_bytes=max_bytes,
+        last=LastRequest(settings.last_key) if settings.last_key else None,
+        # Ranks that draw differently would wait for each other for ever.
+        check_rate=settings.check_rate if mx.distributed.init().size() == 1 else 0.0,
     )
     shutdown.hold()  # until there is a block that ends the thread
     generator = Generator(provider, cache, metrics)
