@@ -41,7 +41,7 @@ def try_out(
         with random_state_kept():
             logits = mx.zeros((1, n_vocabulary))
             for processor in processors:
-                logits = processor(mx.array(prompt[-1:]), logits)
+                logits = processor(mx.array(list(prompt[-1:])), logits)
             sampler(logits)
     except Exception as error:
         raise ValueError(f"these parameters cannot be used: {error}") from error
