@@ -123,7 +123,7 @@ def test_no_bytes_in_memory(tmp_path: Path) -> None:
 
 
 def _generator(model: Path) -> Generator:
-    parser_defaults = {
+    parser_defaults: dict[str, Any] = {
         "adapter_path": None, "draft_model": None, "trust_remote_code": False,
         "chat_template": "", "use_default_chat_template": False, "pipeline": False,
         "chat_template_args": {}, "decode_concurrency": 32, "prompt_concurrency": 8,
@@ -139,8 +139,9 @@ def _generator(model: Path) -> Generator:
 
 def _answer(generator: Generator, prompt: str, n_tokens: int) -> int:
     """Return how many tokens came."""
+    no_adapter: Any = None
     args = upstream.GenerationArguments(
-        upstream.ModelDescription("default_model", "default_model", None),
+        upstream.ModelDescription("default_model", "default_model", no_adapter),
         upstream.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
         upstream.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
         [], n_tokens, 3, False, -1, None, None,
@@ -163,7 +164,8 @@ def test_a_step_that_fails_leaves_no_state_ahead_of_its_tokens(
     store = generator._cache.store
     try:
         _answer(generator, "so that the model is loaded", 2)
-        n_left, evaluate = 7, mx.async_eval
+        n_left = 7
+        evaluate: Any = mx.async_eval
 
         def fail_late(*arrays: Any) -> None:
             nonlocal n_left
