@@ -17,18 +17,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import get_args
 
 from promptstore.capture import Capture
 from promptstore.layers import Layers
 from promptstore.radix import RadixTree
 from promptstore.tokens import Tokens
-from promptstore.types import Kind, Namespace
+from promptstore.types import KINDS, Kind, Namespace
 
 _MAX_ARRAYS = 100_000  # Metal allows 499,000 live buffers in a process
 _HAND_OVER_TOKENS = 256
-_KINDS: tuple[Kind, ...] = get_args(Kind)[::-1]
-"""Kinds in the order in which they go."""
 _MAX_TRIED = 8  # entries that share a prefix and might be cut to it
 
 
@@ -120,7 +117,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._trees: dict[bytes, dict[str, RadixTree[Entry]]] = {}
         self._orders: dict[Kind, OrderedDict[Entry, None]] = {
-            kind: OrderedDict() for kind in _KINDS
+            kind: OrderedDict() for kind in KINDS
         }
         self._mortal: set[Entry] = set()
         self._leaving: set[Entry] = set()
@@ -391,7 +388,7 @@ class MemoryTier:
         counts = {
             kind: len(order) - (spare in order) for kind, order in self._orders.items()
         }
-        kinds = [kind for kind in _KINDS if counts[kind]]
+        kinds = [kind for kind in KINDS if counts[kind]]
         for kind, next_kind in itertools.zip_longest(kinds, kinds[1:]):
             if next_kind is None or counts[kind] >= counts[next_kind]:
                 return next(e for e in self._orders[kind] if e is not spare)

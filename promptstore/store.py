@@ -45,6 +45,7 @@ Verify = Literal["first-use", "always", "off"]
 Durability = Literal["normal", "full"]
 
 _AT_EXIT_S = 60.0
+_FORGET_S = 10.0
 _VERIFY_BYTES_PER_S = 50e6
 _VERIFY_AGE_S = 7 * 86_400.0
 _MAX_ELSEWHERE = 100
@@ -559,19 +560,29 @@ class PromptStore:
         self._memory.remove_tenant(tenant)
         return len(self._disk.remove_tenant(tenant)) if self._disk is not None else 0
 
-    def forget(self, namespace: Namespace, tokens: Any) -> int:
+    def forget(
+        self, namespace: Namespace, tokens: Any, *, like: Sequence[Any] | None = None
+    ) -> int:
         """Drop from both tiers what a match of *tokens* would use in the end.
 
         For a caller that found a cache to be no good: the next match misses, or is
-        shorter.
+        shorter. A store that was opened read-only drops from memory only.
+
+        Args:
+            namespace: Whose KV.
+            tokens: The whole request.
+            like: As for the match that gave the cache.
 
         Returns:
             How many snapshots were deleted.
+
+        Raises:
+            TimeoutError: The writer is busy for long; nothing was dropped.
         """
         self._require_open()
         ids = as_tokens(tokens)
-        self._writer.wait()
-        n_memory, look_up, _ = self._matcher.explain(namespace, ids, None)
+        self._writer.wait(_FORGET_S)
+        n_memory, look_up, _ = self._matcher.explain(namespace, ids, like)
         n_disk = look_up.plan.n_tokens if look_up is not None else 0
         self._memory.remove(namespace, ids, max(n_memory, n_disk) - 1)
         if self._disk is None or self._disk.read_only or look_up is None or not n_disk:

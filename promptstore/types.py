@@ -16,6 +16,8 @@ from promptstore.filehash import Progress
 
 Source = Literal["memory", "disk", "miss"]
 Kind = Literal["system", "user", "assistant"]
+KINDS: tuple[Kind, ...] = ("assistant", "user", "system")
+"""In the order in which the memory tier lets go of them."""
 
 
 @dataclass(frozen=True)

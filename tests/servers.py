@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -39,8 +40,15 @@ class Client:
         """
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data)
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.load(response)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            body = io.BytesIO(error.read())
+            error.close()
+            raise urllib.error.HTTPError(
+                self.url + path, error.code, error.msg, error.headers, body
+            ) from None
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body."""

@@ -161,7 +161,7 @@ def test_a_step_that_fails_leaves_no_state_ahead_of_its_tokens(
     )
     generator = _generator(model)
     provider: Any = generator.model_provider
-    store = generator._cache.store
+    store = generator.cache.store
     try:
         _answer(generator, "so that the model is loaded", 2)
         n_left = 7

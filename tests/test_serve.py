@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import inspect
 import os
 import re
 import signal
 import sys
 import threading
+import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +45,7 @@ WIDE = CONFIG | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_he
 """Heads of 64 numbers, which can be quantized."""
 PLAIN = {"llama": CONFIG, "wide": WIDE, "one": CONFIG | {"num_hidden_layers": 1}}
 TEXT = "A long story of a fox, a hen and a farmer who was rarely at home. " * 4
-CLOSED = http.client.RemoteDisconnected
+CLOSED = urllib.error.HTTPError
 
 Make = Callable[..., Path]
 Start = Callable[..., Any]
@@ -348,7 +348,7 @@ def batches_of(path: Path) -> tuple[Batches, Kept]:
     batches = Batches(
         loaded(path)[0],
         keep=lambda tokens, cache: kept.append((tokens, cache)),
-        on_close=lambda: None,
+        on_close=lambda batches: None,
         metrics=Metrics(None),
         prefill_step_size=16,
         max_tokens=50,
@@ -735,6 +735,7 @@ def test_a_moved_server_is_one_line(
 ) -> None:
     """Of the command line, with its exit code; no store is made."""
     monkeypatch.delattr(server.ResponseGenerator, "_serve_single")
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     store = tmp_path / "store"
     with pytest.raises(SystemExit) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from promptstore.cli import last, options
+from promptstore.cli.errors import Failure, describe
 
 
 class _Command(click.Command):
@@ -118,7 +120,16 @@ def serve(
 
     key = last.make_key() if explain_last else ""
     settings = Settings(root, store_optional, shutdown_s, key, check_rate, store)
-    sys.exit(run(server_options, settings))
+    try:
+        code = run(server_options, settings)
+    except Exception as error:
+        if click.get_current_context().find_root().params["debug"]:
+            raise
+        Failure(describe(error)).show()
+        code = 1
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and mlx's own end may abort (see `run`)
 
 
 COMMANDS = (serve,)

@@ -20,17 +20,17 @@ from promptstore.errors import ModelChanged, ModelUnreadable
 from promptstore.opaque import CanTrim, Trim, unwrap, wrap
 from promptstore.store import PromptStore
 from promptstore.tokens import as_tokens
-from promptstore.types import Kind, Match, Namespace
+from promptstore.types import KINDS, Kind, Match, Namespace
 
 NamespaceOf = Callable[[Any], Namespace | None]
 """Tells whose KV the caches of a model key are; ``None`` if nobody can tell."""
 LikeOf = Callable[[Any], list[Any] | None]
 """Returns a cache as the model of a key makes it; ``None`` if any will do."""
 
-_KINDS: tuple[Kind, ...] = ("assistant", "user", "system")  # as mlx-lm lists them
 _UNTRUE = (ChunkedKVCache, ConcatenateKVCache)
 """They, and what inherits from them, trim more than they can, or not for good."""
-_NO_LIMIT = 1 << 63  # mlx-lm's own default
+NO_LIMIT = 1 << 63
+"""Bytes: mlx-lm's own default."""
 
 
 def _can_trim(layers: list[Any]) -> bool:
@@ -55,7 +55,9 @@ class LRUPromptCache:
     kills the generation of mlx_lm.server 0.32.2; a use makes an entry the most
     recently used; byte limits hold at every insert; a cache larger than *max_bytes*
     is not kept in memory, rather than all others dropped for it; trouble with a cache
-    or the disk is logged once and costs a miss, never an exception.
+    or the disk is logged once and costs a miss, never an exception; with no prompt that
+    ends with a user's turn, answers are weighed against system prompts, and what was
+    just inserted is not evicted.
 
     Call `fetch_nearest_cache` and `insert_cache` on the thread that runs the model.
 
@@ -82,7 +84,7 @@ class LRUPromptCache:
     def __init__(
         self,
         max_size: int = 10,
-        max_bytes: int = _NO_LIMIT,
+        max_bytes: int = NO_LIMIT,
         *,
         store: PromptStore | None = None,
         leave_last: bool = True,
@@ -92,7 +94,7 @@ class LRUPromptCache:
         like: LikeOf = lambda model: None,
     ) -> None:
         if store is None:
-            store = PromptStore.open(disk_bytes=0, memory_bytes=_NO_LIMIT)
+            store = PromptStore.open(disk_bytes=0, memory_bytes=NO_LIMIT)
         self.store = store
         self._leave_last = leave_last
         self._namespace_of = namespace or Identities()
@@ -102,7 +104,7 @@ class LRUPromptCache:
         self._like = like
         self._counters = Counters()
         self.max_size = max_size
-        if max_bytes < _NO_LIMIT:
+        if max_bytes < NO_LIMIT:
             self.max_bytes = max_bytes
         else:
             self._max_bytes = max_bytes
@@ -182,7 +184,7 @@ class LRUPromptCache:
             ValueError: There is no such *cache_type*.
         """
         if cache_type not in get_args(Kind):
-            raise ValueError(f"cache_type must be one of {_KINDS}, not {cache_type!r}")
+            raise ValueError(f"cache_type must be one of {KINDS}, not {cache_type!r}")
         try:
             self._insert(model, tokens, prompt_cache, cache_type)
         except Exception as error:  # a place that may: not kept
@@ -205,7 +207,7 @@ class LRUPromptCache:
         by_kind = self.store.memory_by_kind()
         return {
             kind: {"n_sequences": by_kind[kind][0], "n_bytes": by_kind[kind][1]}
-            for kind in _KINDS
+            for kind in KINDS
         }
 
     def _match(self, model: Any, tokens: Sequence[int]) -> Match:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from promptstore.counters import cause_of
 from promptstore.doctor import check
 from promptstore.metrics import Metrics, log_line
 from promptstore.mlx_lm.generation import best_match
@@ -38,12 +39,10 @@ class Fetched:
     Args:
         key: The model's key.
         tokens: The whole prompt, images as negative ids.
-        n_tokens: How many of them were found.
     """
 
     key: Any
     tokens: Tokens
-    n_tokens: int
 
 
 class ServedCache(LRUPromptCache):
@@ -82,7 +81,7 @@ class ServedCache(LRUPromptCache):
     def _match(self, model: Any, tokens: Sequence[int]) -> Match:
         began = time.perf_counter()
         ids = as_tokens(tokens)
-        self.fetched = Fetched(model, ids, 0)
+        self.fetched = Fetched(model, ids)
         namespace, _ = self._resolve(model)
         provider, args = self._provider, self._provider.cli_args
         options = {
@@ -94,17 +93,24 @@ class ServedCache(LRUPromptCache):
             self.store, namespace, ids, provider.model, provider.draft_model, options
         )
         seconds = time.perf_counter() - began
-        match = self._checked(namespace, ids, match, seconds)
-        self.fetched = Fetched(model, ids, match.n_tokens)
+        match = self._checked(namespace, ids, match, fresh, seconds)
         self._metrics.matched(match, len(ids), seconds)
         _log.info("%s", log_line(match, len(ids), seconds))
         if self.last is not None:
             like = fresh if args.kv_bits is None else None
-            self.last.note(ids, self._explained(namespace, ids, like, match))
+            try:
+                self.last.note(ids, self._explained(namespace, ids, like, match))
+            except Exception as error:  # a place that may: what is told is not needed
+                self._refused(error)
         return match
 
     def _checked(
-        self, namespace: Namespace, ids: Tokens, match: Match, seconds: float
+        self,
+        namespace: Namespace,
+        ids: Tokens,
+        match: Match,
+        fresh: list[Any],
+        seconds: float,
     ) -> Match:
         """Return a match, of a sample only if it gives the logits of a cold run.
 
@@ -121,7 +127,7 @@ class ServedCache(LRUPromptCache):
         try:
             found = check(provider.model, ids.tolist(), match, seconds)
         except Exception as error:  # the model's own; the request will tell
-            self._metrics.failed(type(error).__name__)
+            self._metrics.failed(cause_of(error))
             return match
         self._metrics.checked(is_right=found.is_right)
         _log.log(
@@ -136,7 +142,7 @@ class ServedCache(LRUPromptCache):
         )
         if found.is_right:
             return match
-        self.store.forget(namespace, ids)
+        self.store.forget(namespace, ids, like=fresh)
         return Match(None, 0, "miss", Reason(ReasonKind.DAMAGED, 0, "check"))
 
     def _explained(
@@ -173,4 +179,4 @@ class ServedCache(LRUPromptCache):
 
     def _refused(self, error: Exception) -> None:
         super()._refused(error)
-        self._metrics.failed(type(error).__name__)
+        self._metrics.failed(cause_of(error))

@@ -33,11 +33,21 @@ class Reply:
 
     def __init__(self, queue: Queue[Any]) -> None:
         self._queue = queue
-        self.is_over = False
+        self._has_ended = False
+        self._context: Any = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end was told, or nobody waits for it any more."""
+        is_left = self._context is not None and self._context._should_stop
+        return self._has_ended or is_left
 
     def put(self, item: Any) -> None:
         """Tell the client's thread something; ``None`` or an error is the end."""
-        self.is_over = self.is_over or item is None or isinstance(item, Exception)
+        if isinstance(item, server.GenerationContext):
+            self._context = item
+        if item is None or isinstance(item, Exception):
+            self._has_ended = True
         self._queue.put(item)
 
 
@@ -85,12 +95,14 @@ class Generator(server.ResponseGenerator):
             while not self._stop:
                 try:
                     generate()
-                except Exception as error:
+                except Exception as error:  # a place that may: told, and goes on
+                    _log.exception("the generation thread met an error")
                     self.metrics.failed(cause_of(error))
                     self._keep_all()
                     mend_random_state()
-                    if not self._fail(error):
-                        _log.exception("the generation thread died")
+                    # Other ranks are in the middle of what this one has left.
+                    if not self._fail(error) or self._is_distributed:
+                        _log.error("the generation thread died")
                         self._generation_failed = True
                         return
         self._keep_all()
@@ -120,15 +132,19 @@ class Generator(server.ResponseGenerator):
         """Keep what all requests under way have computed, as far as it can be read."""
         batches, self._batches = self._batches, None
         if batches is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # a place that may: not kept
                 batches.keep()
+            batches.close()  # here, and not where it is collected
 
     def _fail(self, error: Exception) -> bool:
-        """Tell all requests under way; return whether there were any."""
+        """Tell all requests under way; return whether there were any.
+
+        Without the traceback, by which clients' threads would hold a model's arrays.
+        """
         replies = [reply for reply in self._replies if not reply.is_over]
         self._replies.clear()
         for reply in replies:
-            reply.put(error)
+            reply.put(RuntimeError(f"{type(error).__name__}: {error}"))
         return bool(replies)
 
     def _next_request(self, timeout: float | None = None) -> Any:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm import server
 
 from promptstore.errors import StoreUnavailable, WriteFailed
 from promptstore.metrics import Metrics
+from promptstore.mlx_lm.lru import NO_LIMIT
 from promptstore.serve import upstream
 from promptstore.serve.cache import ServedCache
 from promptstore.serve.generator import Generator
@@ -24,8 +24,6 @@ from promptstore.serve.last import LastRequest
 from promptstore.serve.provider import Provider
 from promptstore.serve.shutdown import Shutdown
 from promptstore.store import PromptStore
-
-_NO_LIMIT = 1 << 62
 
 _log = logging.getLogger("promptstore")
 
@@ -59,8 +57,9 @@ def serve(argv: Sequence[str], settings: Settings) -> int:
         settings: How it uses its store.
 
     Returns:
-        0, if it ended before there was anything to end; else the process ends here,
-        with that code, or 1 if something was not written.
+        The exit code: 0, or 1 if something was not written. End the process with
+        `os._exit`: the generation thread may still run, and mlx's own end aborts some
+        processes of which a thread has used mlx.
 
     Raises:
         ServerMoved: mlx-lm's server is not the one that this version knows.
@@ -70,9 +69,10 @@ def serve(argv: Sequence[str], settings: Settings) -> int:
     upstream.require()
     shutdown = Shutdown(settings.shutdown_s)
     shutdown.install()
+    codes: list[int] = []
 
     def run(host: str, port: int, model_provider: Provider) -> None:
-        _run(host, port, model_provider, settings, shutdown)
+        codes.append(_run(host, port, model_provider, settings, shutdown))
 
     main: Any = server.main
     sys.argv[:] = ["promptstore serve", *argv]
@@ -81,18 +81,17 @@ def serve(argv: Sequence[str], settings: Settings) -> int:
         contextlib.suppress(KeyboardInterrupt),  # before there was anything to end
     ):
         main()
-    return 0
+    return max(codes, default=0)
 
 
 def _run(
     host: str, port: int, provider: Provider, settings: Settings, shutdown: Shutdown
-) -> NoReturn:
-    """Stand in for ``mlx_lm.server.run``, and end the process: with code 0, or 1 if
-    something was not written."""
+) -> int:
+    """Stand in for ``mlx_lm.server.run``; return the exit code."""
     args = provider.cli_args
     max_bytes = args.prompt_cache_bytes
     if max_bytes is None:
-        max_bytes = _NO_LIMIT
+        max_bytes = NO_LIMIT
     store = _open(settings, max_bytes)
     metrics = Metrics(store)
     cache = ServedCache(
@@ -115,20 +114,11 @@ def _run(
             else:  # rank 0 shares what it is asked
                 generator.stand_by()
     finally:
-        ended = generator.stop(shutdown.left_s() / 2)
-        code = _close(store, shutdown)
-        if not ended:  # it would keep the process from ending
-            _log.error("not written: the generation thread did not end in time")
-            _exit(1)
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    """End the process without mlx's own end, which aborts some processes of which a
-    thread has used mlx."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(code)
+        has_ended = generator.stop(shutdown.left_s() / 2)
+        if not has_ended:
+            _log.error("the generation thread did not end in time: what it has is lost")
+        code = max(_close(store, shutdown), not has_ended)
+    return code
 
 
 def _open(settings: Settings, memory_bytes: int) -> PromptStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
+from pathlib import Path
 from typing import Any
 
 from mlx_lm import server
@@ -43,8 +44,10 @@ class Provider(server.ModelProvider):
             files = self._files(key)
             upstream: Any = super()
             upstream._load(*key, **more)
-            # The hub's files may have come with the loading just now.
-            found = _unchanged(files or self._files(self.model_key))
+            if files is None and not Path(key[0]).is_dir():
+                # The hub's files may have come with the loading just now.
+                files = self._files(self.model_key)
+            found = _unchanged(files)
             if found is None and not self.is_distributed:
                 _log.warning("%s cannot be identified: its KV stays in memory", key[0])
             if found is not None:
@@ -88,6 +91,7 @@ class Provider(server.ModelProvider):
             self.batched = batched_path(self.model)
         except Exception:  # the model's own; requests will tell
             _log.exception("what batches leave of this model cannot be found out")
+            return
         if self.batched.error:
             _log.warning(
                 "this model cannot be batched (%s): requests are served one at a time",
@@ -97,7 +101,7 @@ class Provider(server.ModelProvider):
         elif not self.batched.shared:
             _log.warning(
                 "mlx-lm's batched prefill leaves another state of this model than the "
-                "single one: what comes out of a batch is not stored"
+                "single one: what shared a batch is not stored"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -58,9 +59,11 @@ class Single:
         """Yield what ``mlx_lm.stream_generate`` yields."""
         fetched = self._cache.fetched
         assert fetched is not None
+        whole = as_tokens(self._prompt())
+        n_held = len(whole) - len(prompt)
         options["draft_model"] = draft_model
         options["prompt_progress_callback"] = self._timed(
-            options["prompt_progress_callback"], fetched.n_tokens
+            options["prompt_progress_callback"], n_held
         )
         if options.get("input_embeddings") is not None:
             yield from mlx_lm.stream_generate(
@@ -77,21 +80,16 @@ class Single:
                 fetched.key, key[: len(tokens)], cache, cache_type=kind
             )
 
-        whole = as_tokens(self._prompt())
-        run = Run(
-            insert,
-            whole,
-            prompt_cache,
-            fetched.n_tokens,
-            [model, draft_model],
-            options,
-        )
+        models = [model, draft_model]
+        run = Run(insert, whole, prompt_cache, n_held, models, options)
         stops = stops_of(make_prompt_cache(model), tokenizer, whole)
-        responses = run.generate(tokenizer, stops, insert_end=False)
-        for response in responses:
-            yield response
-            if self._is_stopping():
-                raise Stopped
+        with contextlib.closing(
+            run.generate(tokenizer, stops, insert_end=False)
+        ) as responses:
+            for response in responses:
+                yield response
+                if self._is_stopping():
+                    responses.throw(Stopped())  # so that what there is is kept
 
     def _timed(
         self, progress: Callable[[int, int], None], n_before: int

@@ -26,9 +26,14 @@ _LOOKED_UP: dict[str, tuple[str, ...]] = {
     ),
     "ResponseGenerator._serve_single": (
         "stream_generate", "fetch_nearest_cache", "insert_cache", "_tokenize",
+        "kv_bits", "kv_group_size", "quantized_kv_start",
     ),
     "ResponseGenerator.__init__": ("_run_generate",),
     "ResponseGenerator._run_generate": ("_generate",),
+    "BatchGenerator.__init__": (
+        "_prompt_batch", "_generation_batch", "_unprocessed_sequences",
+    ),
+    "BatchGenerator.extract_cache": ("_unprocessed_sequences", "tokens"),
     "ModelProvider.load": ("_load",),
     "APIHandler.handle_health_check": ("is_healthy",),
     "_run_http_server": ("stop_and_join",),
