@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import re
 import signal
 import sys
 import threading
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -580,6 +582,45 @@ def test_a_failure_costs_one_answer(
             assert cached(again) == (128 if n_calls == 3 else 199)
         assert told(ask(client, PROMPT, seed=seed)) == expected
         assert client.get("/health")[0] == 200
+
+
+@contextlib.contextmanager
+def streaming(client: Local, **options: Any) -> Iterator[Any]:
+    """Begin a long answer; yield its stream once there is something of it."""
+    body = {"prompt": PROMPT, "max_tokens": 1_000_000, "stream": True} | options
+    request = urllib.request.Request(
+        client.url + "/v1/completions", data=json.dumps(body).encode()
+    )
+    with urllib.request.urlopen(request) as response:
+        while b"data:" not in response.readline():
+            pass
+        yield response
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_stop_in_the_middle_of_an_answer_keeps_it(
+    seed: int | None, start: Start, make: Make
+) -> None:
+    """Batched or alone: the next server finds the whole prompt."""
+    path = make()
+    with contextlib.ExitStack() as stack, start(path, *STEPS) as client:
+        stack.enter_context(streaming(client, seed=seed))
+    with start(path, *STEPS) as client:
+        n_prompt = len(ids_of(path, PROMPT))
+        assert cached(ask(client, PROMPT)) == n_prompt - 1
+
+
+def test_clients_that_left_are_let_go(start: Start, make: Make) -> None:
+    """Nothing of their answers remains."""
+    with start(make(), *STEPS) as client:
+        for _ in range(3):
+            with streaming(client):
+                pass
+        ask(client, "the last one", 1)
+        while client.generator._batches and client.generator._batches._find_uids([2]):
+            ask(client, "the last one", 1)
+        ask(client, "the last one", 1)
+        assert len(client.generator._replies) <= 1
 
 
 def test_a_failure_costs_all_answers_of_the_batch(
