@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import statistics
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from promptstore import PromptStore
 
 Message = dict[str, str]
 N_ANSWER = 16
+N_CLIENTS = 8
 _WIDE = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1,
     "intermediate_size": 64, "num_attention_heads": 64, "num_key_value_heads": 64,
@@ -100,9 +103,9 @@ def serving_steady(options: Options) -> list[Row]:
     """Compare both servers without a restart: conversations of short turns.
 
     Both run at once and answer the same requests, each request one server after the
-    other, which goes first in turn.
+    other, which goes first in turn. Then eight clients ask each at once.
     """
-    n_talks, n_turns = (1, 2) if options.quick else (6, 5)
+    n_talks, n_turns = (1, 2) if options.quick else (4, 5)
     pairs: list[tuple[Answer, Answer]] = []
     with (
         new_root(options) as root,
@@ -112,6 +115,8 @@ def serving_steady(options: Options) -> list[Row]:
         for talk in range(-1, n_talks):  # the first is to warm up
             found = list(_talk(theirs, ours, talk, n_turns))
             pairs += found if talk >= 0 else []
+        rounds = [_together(theirs, ours, i) for i in range(1 if options.quick else 5)]
+    throughput = statistics.median(rounds[1:] or rounds)
     first = statistics.median(o.first_token_s / t.first_token_s for t, o in pairs)
     total = statistics.median(o.total_s / t.total_s for t, o in pairs)
     equal = sum(t.text == o.text for t, o in pairs) / len(pairs)
@@ -124,6 +129,10 @@ def serving_steady(options: Options) -> list[Row]:
         at_most(
             "serving_steady.whole_answer", total, 1.03,
             times.format(*_medians(pairs, "total_s"), len(pairs)),
+        ),
+        at_least(
+            "serving_steady.throughput", throughput, 0.97,
+            f"tokens a second of {N_CLIENTS} clients at once, to mlx_lm.server's",
         ),
         at_least("serving_steady.answers_equal", equal, 1, "greedy answers", "share"),
     ]  # fmt: skip
@@ -141,6 +150,21 @@ def _talk(
         answers = {server: ask(server, turns) for server in order}
         yield answers[theirs], answers[ours]
         turns.append({"role": "assistant", "content": answers[theirs].text})
+
+
+def _together(theirs: Server, ours: Server, number: int) -> float:
+    """Return how much faster ours answers clients that ask at once."""
+    seconds = {}
+    for server in (theirs, ours) if number % 2 else (ours, theirs):
+        talks = [
+            [{"role": "user", "content": f"Round {number}, client {i}: what is law?"}]
+            for i in range(N_CLIENTS)
+        ]
+        start = time.perf_counter()
+        with ThreadPoolExecutor(N_CLIENTS) as clients:
+            list(clients.map(functools.partial(ask, server), talks))
+        seconds[server] = time.perf_counter() - start
+    return seconds[theirs] / seconds[ours]
 
 
 def _medians(pairs: list[tuple[Answer, Answer]], name: str) -> tuple[float, float]:
