@@ -30,8 +30,8 @@ def left_as_found(path: Path) -> Iterator[None]:
     try:
         absent = list(_absent(fd))
         yield
-        for offset, nbytes in absent:
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        for start, end in _joined(absent):
+            os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
@@ -46,6 +46,14 @@ def _absent(fd: int) -> Iterator[tuple[int, int]]:
                 yield offset, _SPAN_BYTES
             except OSError:
                 return  # this file system cannot tell
+
+
+def _joined(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield ``[start, end)`` of spans without gaps between them: the system may keep
+    pages of several spans as one, which it drops only as a whole."""
+    starts = {offset for offset, _ in spans}
+    ends = {offset + nbytes for offset, nbytes in spans}
+    yield from zip(sorted(starts - ends), sorted(ends - starts), strict=True)
 
 
 def bypass(fd: int) -> None:
