@@ -329,3 +329,15 @@ def test_the_log_line_has_the_facts_of_a_reason() -> None:
         "tokens=50 reused=0 source=miss reason=identity-differs(model,0) ms=1.00 "
         "nearest=ffffffff shared=9 ours=abababababababab theirs=cccccccccccccccc"
     )
+
+
+def test_prompts_that_part_at_one_end_are_all_told(store: PromptStore) -> None:
+    """Two that continue the same prompt, and one whose parent shares nothing."""
+    for extra in ([], [500, 501], [600, 601]):
+        ids = [*IDS[:100], *extra]
+        store.insert(NS, ids, kv_of(ids))
+    store.flush()
+    found = store.explain(NS, [*IDS[:100], 700], n_closest=5).closest
+    assert [near.n_shared for near in found] == [100, 100]
+    assert store.explain(NS, [999_999, *IDS[:100]], n_closest=5).closest == ()
+    assert store.stats().errors == {}

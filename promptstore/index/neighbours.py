@@ -41,7 +41,9 @@ def neighbours(
     # A parent's id is the smaller one, so that it comes first.
     for id_, parent, start, end, first, named, used in db.execute(query, (layout.id,)):
         has_tokens = first is not None
-        if has_tokens and ends.get(parent) == start and not ranks[parent][1]:
+        above_rank = ranks.get(parent)
+        continues = has_tokens and ends.get(parent) == start
+        if continues and above_rank is not None and not above_rank[1]:
             del ranks[parent]
         above = start if parent is None else min(shared[parent], start)
         if has_tokens and above == start < len(tokens) and first == tokens[start]:
