@@ -21,7 +21,7 @@ from promptstore.errors import NotCovered
 from promptstore.extent import StateArray
 from promptstore.layers import Layers, is_whole, to_text
 from promptstore.layers import leaves as leaf_layers
-from promptstore.opaque import Opaque, lengths, unwrap
+from promptstore.opaque import Opaque, unwrap
 from promptstore.ranges import Ranges, Run, clip, of_runs
 from promptstore.restore import rings_of, state_arrays
 from promptstore.snapshot import Placed, Rows
@@ -200,7 +200,9 @@ def take_in(
         names = ", ".join(unknown)
         if n_held > n_asked:
             raise ValueError(_too_long(n_held, n_asked, names))
-        if len(lengths(unwrap(cache))) > 1:  # the longest would meet tokens twice
+        if (
+            len(codecs.lengths(unwrap(cache))) > 1
+        ):  # the longest would meet tokens twice
             raise ValueError(f"layers hold unequal numbers of tokens, beside {names}")
         return Intake(cache, None, f"unknown: {names}", n_tokens)
     if not n_tokens:

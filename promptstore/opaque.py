@@ -44,7 +44,7 @@ class Opaque:
     @property
     def offset(self) -> int:
         """How many tokens are held."""
-        return min(lengths(self.layers), default=self.n_tokens)
+        return min(codecs.lengths(self.layers), default=self.n_tokens)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class Opaque:
         self.n_tokens = n_tokens
         _cut_known(self.layers, n_tokens)
         is_right = not isinstance(n_dropped, int) or n_dropped == n_extra
-        if not is_right or lengths(self.layers) - {n_tokens}:
+        if not is_right or codecs.lengths(self.layers) - {n_tokens}:
             raise NotCovered(f"trimming {n_extra} tokens did not leave {n_tokens}")
 
 
@@ -80,17 +80,6 @@ def unwrap(cache: Sequence[Any]) -> Sequence[Any]:
     if len(cache) == 1 and isinstance(cache[0], Opaque):
         return cache[0].layers
     return cache
-
-
-def lengths(layers: Sequence[Any]) -> set[int]:
-    """Return how many tokens the layers that tell it hold."""
-    found = set()
-    for leaf in codecs.leaves_of(layers):
-        codec = codecs.codec_of(leaf)
-        length = codec.length(leaf) if codec else getattr(leaf, "offset", None)
-        if isinstance(length, int):
-            found.add(length)
-    return found
 
 
 def _is_known_part_full(layers: Sequence[Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from promptstore.cli import models, options
+from promptstore.cli import models, options, request
 from promptstore.cli.bar import Bar
 from promptstore.cli.errors import Failure
 
@@ -370,25 +370,15 @@ def _read(path: Path) -> str:
         Failure: It is empty or not UTF-8.
         OSError: As the system says.
     """
-    return _decode(path.read_bytes(), str(path))
+    return request.decode(path.read_bytes(), str(path))
 
 
 def _question(argument: str) -> str:
     if argument == "-":
-        return _decode(sys.stdin.buffer.read(), "the question on stdin")
+        return request.decode(sys.stdin.buffer.read(), "the question on stdin")
     if not argument.strip():
         raise click.BadParameter("it is empty", param_hint="QUESTION")
     return argument
-
-
-def _decode(content: bytes, name: str) -> str:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise Failure(f"{name}: not UTF-8 (byte {error.start})") from error
-    if not text.strip():
-        raise Failure(f"{name}: empty")
-    return text
 
 
 COMMANDS: Sequence[click.Command] = (precompute, ask)

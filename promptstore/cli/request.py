@@ -75,13 +75,26 @@ def _read(path: Path) -> tuple[str, str]:
     is_stdin = str(path) == "-"
     name = "stdin" if is_stdin else str(path)
     content = sys.stdin.buffer.read() if is_stdin else path.read_bytes()
+    return decode(content, name), name
+
+
+def decode(content: bytes, name: str) -> str:
+    """Return the text that a user has given.
+
+    Args:
+        content: Its bytes.
+        name: What to call it in an error.
+
+    Raises:
+        Failure: It is empty or not UTF-8.
+    """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Failure(f"{name}: not UTF-8 (byte {error.start})") from error
     if not text.strip():
         raise Failure(f"{name}: empty")
-    return text, name
+    return text
 
 
 def _of_json(text: str) -> Request | None:

@@ -58,16 +58,22 @@ def n_cached(cache: Sequence[Any]) -> int:
     Raises:
         NotCovered: No layer says how many tokens it holds.
     """
-    lengths = []
-    for leaf in leaves_of(cache):
-        codec = codec_of(leaf)
-        offset = codec.length(leaf) if codec else getattr(leaf, "offset", None)
-        if isinstance(offset, int):
-            lengths.append(offset)
-    if not lengths and cache:
+    told = lengths(cache)
+    if not told and cache:
         names = sorted({type(leaf).__name__ for leaf in leaves_of(cache)})
         raise NotCovered(f"{', '.join(names)} do not say how many tokens they hold")
-    return min(lengths, default=0)
+    return min(told, default=0)
+
+
+def lengths(cache: Sequence[Any]) -> set[int]:
+    """Return how many tokens the layers that tell it hold."""
+    found = set()
+    for leaf in leaves_of(cache):
+        codec = codec_of(leaf)
+        length = codec.length(leaf) if codec else getattr(leaf, "offset", None)
+        if isinstance(length, int):
+            found.add(length)
+    return found
 
 
 def describe(cache: Sequence[Any], n_target: int | None = None) -> Layers:
