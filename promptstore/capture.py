@@ -200,9 +200,8 @@ def take_in(
         names = ", ".join(unknown)
         if n_held > n_asked:
             raise ValueError(_too_long(n_held, n_asked, names))
-        if (
-            len(codecs.lengths(unwrap(cache))) > 1
-        ):  # the longest would meet tokens twice
+        # What holds more would meet tokens twice.
+        if len(codecs.lengths(unwrap(cache))) > 1:
             raise ValueError(f"layers hold unequal numbers of tokens, beside {names}")
         return Intake(cache, None, f"unknown: {names}", n_tokens)
     if not n_tokens:
